@@ -13,6 +13,7 @@ from torch import nn
 from fedleak import defenses
 from fedleak.config.loading import parse
 from fedleak.defenses import Claims, measured
+from fedleak.defenses.adaptive_clipping import AdaptiveClipping
 from fedleak.defenses.cast import Cast
 from fedleak.defenses.central_dp import CentralDp
 from fedleak.defenses.clip import Clip
@@ -42,6 +43,7 @@ MADE = {
     "cast": Cast(dtype="bfloat16"),
     "central_dp": CentralDp(max_norm=3.0, noise_multiplier=0.5),
     "clip": Clip(max_norm=3.0),
+    "adaptive_clipping": AdaptiveClipping(max_norm=3.0, noise_multiplier=0.5),
     "dp_ftrl": DpFtrl(max_norm=3.0, noise_multiplier=0.5),
     "dp_sgd": DpSgd(noise_multiplier=2.0, max_grad_norm=0.5),
     "freeze": Freeze(parameters=("embeddings", "layer.1.")),
@@ -54,7 +56,7 @@ MADE = {
     "secure_sum": SecureSum(),
     "sign": Sign(),
 }
-OF_TRAINING = {"central_dp", "dp_ftrl", "dp_sgd", "freeze", "secure_sum"}
+OF_TRAINING = {"adaptive_clipping", "central_dp", "dp_ftrl", "dp_sgd", "freeze", "secure_sum"}
 """What they do is done before there is an update, or after it was sent."""
 OF_UPDATE = sorted(MADE.keys() - OF_TRAINING)
 WITHOUT_CHANCE = {"cast", "clip", "prune", "sign"} | OF_TRAINING
@@ -355,7 +357,7 @@ def test_a_defense_that_fails_is_named_with_what_it_raised():
 
 
 def test_heuristics_guarantee_nothing():
-    for kind in MADE.keys() - {"central_dp", "dp_ftrl", "dp_sgd", "local_dp"}:
+    for kind in MADE.keys() - {"adaptive_clipping", "central_dp", "dp_ftrl", "dp_sgd", "local_dp"}:
         assert MADE[kind].event(FEDSGD, 9, 1) is None
 
 

@@ -9,8 +9,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from fedleak.config.experiment import Experiment
-from fedleak.federation.lookup import dropped_out, stored
-from fedleak.federation.protection import aggregator_of
+from fedleak.federation.lookup import aggregator_in, dropped_out, stored
 from fedleak.federation.schedule import clients_of_round, target
 from fedleak.store.run import EVERYONE, Key, Run
 from fedleak.training.truth import GroundTruth
@@ -112,7 +111,7 @@ def _truth_of_all(run: Run, round: int) -> GroundTruth | None:
         for w, truth in zip(weights, truths, strict=True)
     ]
     noise_scale = math.hypot(*scales) if any(scales) else None
-    aggregator = aggregator_of(experiment)
+    aggregator = aggregator_in(run, experiment, round)
     if aggregator is not None and (added := aggregator.noise_on_mean(len(clients), round)):
         # The clients' own noise is clipped with their updates: nobody knows how loud it is then.
         noise_scale = None if noise_scale else added

@@ -56,6 +56,8 @@ class Claims:
             aside, against a client that sends zeros.
         carried: Weights of a round's noise and of those of the rounds before it, in a sum that is
             fresh noise.
+        norm_noise: Standard deviation of the noise on the logarithm of the `client_norm` of the
+            next round, which follows from the norms of this one, where two clients train.
     """
 
     noise_scale: float | None = None
@@ -72,6 +74,7 @@ class Claims:
     largest_number: float | None = None
     client_norm: float | None = None
     carried: tuple[float, ...] = ()
+    norm_noise: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +214,15 @@ class TrustedAggregator(Defense, ABC):
             kept: Noise of earlier rounds; here is kept what the next round needs of it.
         """
         return update
+
+    def after(self, updates: Iterable[ClientUpdate], *, rng: torch.Generator) -> Self:
+        """Returns what combines the next round, where that depends on the updates of this one.
+
+        Args:
+            updates: As for `combined`.
+            rng: Of the round, for this alone.
+        """
+        return self
 
     def fewest(self, clients: int) -> int:
         """Returns how many of so many clients have to answer, or there is no update of a round."""

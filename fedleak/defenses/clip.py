@@ -37,6 +37,10 @@ class Clip(Defense):
 def clipped(update: ClientUpdate, max_norm: float) -> ClientUpdate:
     """Returns the update scaled down to an L2 norm; what is not finite in it is left out."""
     finite = update.changed(lambda value: value.nan_to_num(0.0, 0.0, 0.0))
-    norms = [value.double().norm() for value in finite.tensors.values()]
-    factor = min(1.0, max_norm / max(float(torch.stack(norms).norm()), 1e-300))
+    factor = min(1.0, max_norm / max(norm_of(finite), 1e-300))
     return finite.changed(lambda value: value * factor)
+
+
+def norm_of(update: ClientUpdate) -> float:
+    """Returns the L2 norm of all numbers."""
+    return float(torch.stack([value.double().norm() for value in update.tensors.values()]).norm())

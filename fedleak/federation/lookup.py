@@ -3,12 +3,16 @@
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedleak.config.experiment import Experiment
 from fedleak.config.loading import load, parse
+from fedleak.defenses import TrustedAggregator
+from fedleak.defenses.central_dp import CentralDp
+from fedleak.federation.protection import aggregator_of
 from fedleak.federation.schedule import expected_captures
 from fedleak.store.run import EVERYONE, Key, Run
 from fedleak.training.observation import UpdateKind
@@ -142,6 +146,23 @@ def note_dropped_out(
 def dropped_out(run: Run, round: int) -> frozenset[int]:
     """Returns which of a round's clients are not in its sum."""
     return frozenset(run.info().get("dropped_out", {}).get(str(round), ()))
+
+
+def aggregator_in(run: Run, experiment: Experiment, round: int) -> TrustedAggregator | None:
+    """Returns what stands between clients and attacker in a round, as rounds before left it."""
+    aggregator = aggregator_of(experiment)
+    noted = run.info().get("clipping_norms", {})
+    latest = max((int(other) for other in noted if int(other) <= round), default=None)
+    if latest is None or not isinstance(aggregator, CentralDp):
+        return aggregator
+    return replace(aggregator, max_norm=noted[str(latest)])
+
+
+def note_aggregator(run: Run, round: int, aggregator: TrustedAggregator) -> None:
+    """Notes in run.json the clipping norm of a round, which follows from the round before."""
+    if isinstance(aggregator, CentralDp):
+        norms = run.info().get("clipping_norms", {})
+        run.update_info(clipping_norms=norms | {str(round): aggregator.max_norm})
 
 
 def absent(run: Run) -> frozenset[Key]:

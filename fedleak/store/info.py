@@ -47,6 +47,7 @@ class Info(Begun, total=False):
         dropped_out: By round, the clients that were asked and whose updates are not in its sum.
         refused: By round, those among them that refused it.
         skipped: Rounds with too few updates to sum: the model stayed as it was.
+        clipping_norms: By round, to what norm clients were clipped, where it follows from others.
         failure: Why the run failed.
         tapped, nodes: The folder of a tap, and its node of each client.
         left_out: Messages of the tap that are not in the run.
@@ -70,6 +71,7 @@ class Info(Begun, total=False):
     dropped_out: dict[str, list[Count]]
     refused: dict[RoundName, list[Count]]
     skipped: list[Count]
+    clipping_norms: dict[RoundName, Annotated[float, Field(gt=0)]]
     failure: dict[str, str] | None
     tapped: str
     nodes: dict[str, str]

@@ -17,6 +17,7 @@ from fedleak.audit import defense_checks, scoring
 from fedleak.audit.defense_checks import bench, sampling, sent_update
 from fedleak.cli import app
 from fedleak.config.loading import parse
+from fedleak.defenses.adaptive_clipping import AdaptiveClipping
 from fedleak.defenses.cast import Cast
 from fedleak.defenses.central_dp import CentralDp
 from fedleak.defenses.clip import Clip, clipped
@@ -74,6 +75,7 @@ SECURE_SUM = {"kind": "secure_sum"}
 ROUNDED_SUM = SECURE_SUM | {"clipping": 2.0, "max_weight": 4.0}
 CENTRAL_DP = {"kind": "central_dp", "max_norm": 0.5, "noise_multiplier": 0.1}
 DP_FTRL = CENTRAL_DP | {"kind": "dp_ftrl"}
+ADAPTIVE = CENTRAL_DP | {"kind": "adaptive_clipping"}
 SIGN = {"kind": "sign"}
 STOCHASTIC = {"kind": "quantize", "bits": 6, "stochastic": True}
 ALL = [
@@ -112,7 +114,9 @@ def broken(findings):
     ],
 )
 def test_every_defense_does_what_it_says(model, algorithm):
-    assert {each["kind"] for each in [*ALL, CENTRAL_DP, DP_FTRL]} == defenses.kinds().keys()
+    assert {
+        each["kind"] for each in [*ALL, ADAPTIVE, CENTRAL_DP, DP_FTRL]
+    } == defenses.kinds().keys()
     federation = TABLE["federation"] | {"algorithm": algorithm, "local_epochs": 2}
     findings = defense_checks.check(experiment_of(*ALL, model=model, federation=federation))
     assert not broken(findings), [one for one in findings if not one.holds]
@@ -136,7 +140,13 @@ def test_every_defense_does_what_it_says(model, algorithm):
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "table"), [("fedsgd", CENTRAL_DP), ("fedavg", CENTRAL_DP), ("fedsgd", DP_FTRL)]
+    ("algorithm", "table"),
+    [
+        ("fedsgd", CENTRAL_DP),
+        ("fedavg", CENTRAL_DP),
+        ("fedsgd", DP_FTRL),
+        ("fedsgd", ADAPTIVE),
+    ],
 )
 def test_a_server_that_is_trusted_with_the_noise_is_checked(algorithm, table):
     federation = TABLE["federation"] | {"algorithm": algorithm}
@@ -146,10 +156,13 @@ def test_a_server_that_is_trusted_with_the_noise_is_checked(algorithm, table):
     if table is DP_FTRL:  # of six rounds together, too
         assert others[3:5] == others[1:3]
         del others[3:5]
+    if table is ADAPTIVE:
+        assert others.pop(3).startswith("the logarithm of the next clipping norm has noise")
     assert "neither of two" in first
     assert [claim.split(" by ")[0].split(" than ")[0] for claim in others] == [
         "a loud client moves the sum of updates",
-        "the noise has standard deviation 0.025",  # 0.1 * 0.5 over two clients
+        # 0.1 * 0.5 over two clients, and more where a count has noise of 0.1, too.
+        f"the noise has standard deviation {0.02887 if table is ADAPTIVE else 0.025}",
         "the noise is normal, and independent from number to number",
         "two runs of one round spend what one run of two does, and more",
         "a step without sampling spends no more",
@@ -439,6 +452,23 @@ def noise_that_forgets_earlier_rounds(patch):
     patch.setattr(DpFtrl, "corrected", lambda self, update, *_: update)
 
 
+def a_count_with_the_same_noise_in_each_round(patch):
+    original = AdaptiveClipping.after
+
+    def after(self, updates, *, rng):
+        return original(self, updates, rng=torch.Generator().manual_seed(0))
+
+    patch.setattr(AdaptiveClipping, "after", after)
+
+
+def a_count_that_spends_nothing(patch):
+    def combined(self, updates, *, rng):
+        alone = CentralDp(max_norm=self.max_norm, noise_multiplier=self.noise_multiplier)
+        return alone.combined(updates, rng=rng)
+
+    patch.setattr(AdaptiveClipping, "combined", combined)
+
+
 def drawn(shapes, rng):
     return {name: torch.randn(shape, generator=rng) for name, shape in shapes.items()}
 
@@ -574,6 +604,8 @@ BROKEN = [
     (CENTRAL_DP, noise_that_the_server_leaves_out, [NOISE, STEP]),
     (CENTRAL_DP, clients_that_are_weighed_by_their_examples, ["a loud client moves the sum"]),
     (DP_FTRL, noise_that_forgets_earlier_rounds, [NOISE]),
+    (ADAPTIVE, a_count_with_the_same_noise_in_each_round, ["the next clipping norm has noise"]),
+    (ADAPTIVE, a_count_that_spends_nothing, [NOISE]),
 ]
 
 

@@ -204,7 +204,7 @@ def assert_same(found, expected):
 def test_every_kind_is_in_one_of_the_runs():
     found = {each["kind"] for group in TOGETHER.values() for each in group}
     # A run has one aggregator; tests/test_central_dp.py has runs with the other one.
-    assert found | {"central_dp", "dp_ftrl"} == set(defenses.kinds())
+    assert found | {"adaptive_clipping", "central_dp", "dp_ftrl"} == set(defenses.kinds())
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fedleak import models
 from fedleak.defenses import Claims, Defense, TrustedAggregator
+from fedleak.defenses.clip import norm_of
 from fedleak.federation.protection import Protection
 from fedleak.models import CLASSIFICATION, LanguageModel, pad
 from fedleak.training.local import local_update_
@@ -232,11 +233,6 @@ def dense(like: ClientUpdate, norm: float, seed: int) -> ClientUpdate:
 def rounded(first: ClientUpdate, second: ClientUpdate) -> float:
     """Returns how far apart rounding alone may put two updates that were added up in float32."""
     return 4 * torch.finfo(torch.float32).eps * (norm_of(first) + norm_of(second))
-
-
-def norm_of(update: ClientUpdate) -> float:
-    """Returns the L2 norm of all numbers."""
-    return float(torch.stack([v.double().norm() for v in update.tensors.values()]).norm())
 
 
 def distance(first: ClientUpdate, second: ClientUpdate) -> float:

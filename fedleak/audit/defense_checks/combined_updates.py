@@ -1,5 +1,6 @@
 """Tests of what is captured of several clients in place of their updates."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -12,13 +13,16 @@ from fedleak.audit.defense_checks.bench import (
     Test,
     all_numbers,
     distance,
-    norm_of,
     rounded,
     zeroed,
 )
-from fedleak.audit.defense_checks.sent_update import noise_tests
+from fedleak.audit.defense_checks.sent_update import DEVIATIONS, noise_tests
 from fedleak.defenses import TrustedAggregator
+from fedleak.defenses.clip import norm_of
 from fedleak.training.observation import ClientUpdate
+
+NORMS = 1000
+"""Rounds whose clipping norm is tried where it follows from the round before."""
 
 ROUNDS = 6
 """Rounds that are tried where noise depends on that of earlier rounds."""
@@ -52,6 +56,8 @@ def combines(bench: Bench) -> Iterator[Test]:
     if scale := bench.defense.noise_on_mean(2):
         again = bench.combined([first, second], noise=1)
         yield from noise_tests(total, again, scale)
+        if bench.claims.norm_noise is not None:
+            yield _norm_follows(bench, bench.claims.norm_noise)
         if bench.claims.carried:
             first, again = (_fresh(bench, 1 + number * ROUNDS) for number in range(2))
             yield from noise_tests(first, again, scale)
@@ -68,6 +74,21 @@ def _fresh(bench: Bench, begin: int) -> ClientUpdate:
         for name, value in total.tensors.items():
             value.add_(seen.tensors[name], alpha=coefficient)
     return total
+
+
+def _norm_follows(bench: Bench, deviation: float) -> Test:
+    """Tests the noise on the clipping norm of the next round, by two clients that send a zero."""
+    assert isinstance(bench.defense, TrustedAggregator)
+    nothing = [ClientUpdate(bench.sends, {"": torch.zeros(1)}, 1)] * 2
+    rounds = (bench.defense.after(nothing, rng=bench.combining(n)) for n in range(NORMS))
+    norms = [after.update_claims(bench.local, 1).client_norm or 0.0 for after in rounds]
+    measured = float(torch.tensor(norms, dtype=torch.float64).log().std())
+    off = ((measured / deviation) ** 2 - 1) / math.sqrt(2 / (NORMS - 1))
+    return (
+        f"the logarithm of the next clipping norm has noise of standard deviation {deviation:.4g}",
+        abs(off) < DEVIATIONS,
+        f"{measured:.4g} in {NORMS} rounds, {off:+.1f} deviations off",
+    )
 
 
 def _client_bounded(bench: Bench, norm: float, other: ClientUpdate) -> Test:

@@ -8,11 +8,11 @@ from fedleak.audit.defense_checks.bench import (
     Bench,
     Test,
     distance,
-    norm_of,
     random_texts,
     rounded,
     trained_on,
 )
+from fedleak.defenses.clip import norm_of
 from fedleak.models import CLASSIFICATION
 from fedleak.training.observation import ClientUpdate
 from fedleak.training.settings import LocalTraining

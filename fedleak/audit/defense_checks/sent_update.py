@@ -13,13 +13,13 @@ from fedleak.audit.defense_checks.bench import (
     all_numbers,
     dense,
     distance,
-    norm_of,
     rounded,
     zeroed,
 )
 from fedleak.audit.defense_checks.examples import left_out
 from fedleak.audit.metrics import noise
 from fedleak.defenses import root_mean_square
+from fedleak.defenses.clip import norm_of
 from fedleak.models.parameter_selection import select
 from fedleak.training.observation import ClientUpdate
 

@@ -94,7 +94,7 @@ def movement(experiment: Experiment, protection: Protection) -> Movement:
         claims = defense.update_claims(local, protection.num_examples)
         if (longest := claims.max_norm or claims.client_norm) is not None:
             most = scale * longest
-        if claims.relative_noise or claims.levels or claims.step:
+        if defense.scales_with_update or claims.levels or claims.step:
             most = None
         noises.append(claims.noise_scale or 0.0)
         if isinstance(defense, TrustedAggregator):

@@ -22,7 +22,13 @@ from fedleak.config.stored_parameters import stored_parameters
 from fedleak.defenses import Noises, TrustedAggregator
 from fedleak.detectors import REFUSED
 from fedleak.federation.canaries import differences_of_sum
-from fedleak.federation.lookup import absent, most_examples, note_dropped_out
+from fedleak.federation.lookup import (
+    absent,
+    aggregator_in,
+    most_examples,
+    note_aggregator,
+    note_dropped_out,
+)
 from fedleak.federation.protection import aggregator_of
 from fedleak.federation.schedule import clients_of_round, key_of_sum, rounds_attacked, target
 from fedleak.flower.arrays import to_array, to_record
@@ -248,9 +254,10 @@ class CuriousServer(Strategy):
             skipped = not total.tensors
             note_dropped_out(self._run, round, refusing, refusing, skipped=skipped)
         else:
-            assert self._aggregator is not None
             total = WeightedSum(lambda name: broadcast[name].dtype)
-            combined = self._combined(self._aggregator, round, refusing)
+            aggregator = aggregator_in(self._run, self._experiment, round)
+            assert aggregator is not None
+            combined = self._combined(aggregator, round, refusing)
             if combined is not None:
                 total.add_(combined)
         optimiser = self._experiment.server_optimiser
@@ -316,6 +323,9 @@ class CuriousServer(Strategy):
                 self._experiment, aggregator, round, self._model, combined, left, held()
             ):
                 self._run.vault.write_differences(Key(round, client), differences_SK)
+        after = aggregator.after(held(), rng=stream(self._experiment.seed, "after", round))
+        if after != aggregator:
+            note_aggregator(self._run, round + 1, after)
         return aggregator.corrected(combined, earlier, len(left), self._noises)
 
     def _seen_of_sum(self, combined: ClientUpdate, round: int) -> ClientUpdate:
