@@ -411,13 +411,6 @@ def test_what_does_not_go_together_is_refused(more, tables, words):
         checked()
 
 
-def test_canaries_of_correlated_noise_are_refused():
-    table = {**CENTRAL, "kind": "dp_ftrl"}
-    experiment = experiment_of(table, canary={"count": 4})
-    with pytest.raises(ConfigError, match="canary: the noise of dp_ftrl is correlated over rounds"):
-        check_canaries(experiment, loading.outline(experiment.model_spec(2)))
-
-
 def test_other_defenses_of_the_same_round_are_refused():
     with pytest.raises(ConfigError, match="central_dp and secure_sum: the server sees one update"):
         experiment_of(CENTRAL, SECURE_SUM)

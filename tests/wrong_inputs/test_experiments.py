@@ -167,12 +167,12 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"defense": [{"kind": "central_dp", "max_norm": 1.0, "epsilon": 1e-9}]},
         ("epsilon = 1e-09", "raise it"),
     ),
-    "canaries of a noisy server": (
+    "canaries of noise over rounds": (
         {
-            "defense": [{"kind": "central_dp", "max_norm": 1.0, "noise_multiplier": 1.0}],
+            "defense": [{"kind": "dp_ftrl", "max_norm": 1.0, "noise_multiplier": 1.0}],
             "canary.count": 4,
         },
-        ("canary: central_dp", "leave [canary] out"),
+        ("canary: the noise of dp_ftrl", "leave [canary] out"),
     ),
     "two that protect clients": (
         {
