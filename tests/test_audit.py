@@ -92,7 +92,8 @@ def test_an_attack_whose_time_was_up_takes_all_of_it_on_fewer_clients() -> None:
     assert {key.round for key in keys} == {1, 5}
     assert 60 <= seconds_of(decided) < 120
     assert len(keys) == 6  # of 540 s, 66 are for the rest: 474 / (60 + 1.1) and 6.3 for copies
-    assert decided.left_out[0].startswith("10 updates of clients in these rounds: 3 clients fit")
+    left_out = "10 updates of clients in these rounds: there is time for 3 clients"
+    assert decided.left_out[0].startswith(left_out)
     # With an hour there is time for all, and more for each.
     hour = plan(experiment(defense=DP), LATE, 60)
     assert len(expected_captures(hour.experiment)) == 16
@@ -220,6 +221,9 @@ def test_one_command_goes_from_a_file_to_a_page(first: tuple[Path, str]) -> None
     assert audit.page is not None
     assert audit.page.headline == "2 of 2 private texts were read word for word"
     assert text.index("The plan of the audit") < text.index(audit.page.headline)
+    assert text.count("The plan of the audit") == 1
+    took = f"{audit.estimate:,.0f} s were planned for all of it, and it took {audit.seconds:,.0f} s"
+    assert took in text
     assert {*audit.page.paragraphs} >= {"Read", "Who was in", "Guaranteed", "Model", "Next"}
     assert audit.seconds is not None
     assert 0 < audit.estimate < 540
@@ -361,6 +365,7 @@ def test_a_run_is_audited_as_it_is(here: Path) -> None:
     ("arguments", "says"),
     [
         ((), "FILE is missing: questions are asked in a terminal only"),
+        (("mine.csv",), "'mine.csv' is no experiment file: questions are asked in a terminal only"),
         (("update.safetensors",), "`fedleak attack-update` reads it"),
         (("nothing-here",), "nothing-here"),
         ((".",), "no run"),
@@ -402,9 +407,11 @@ def test_columns_are_asked_for_where_their_names_do_not_tell(
 ) -> None:
     Path("mine.csv").write_text("a,b\nit is good,1\n")
     Path("mine.toml").write_text("")
-    answers = ["mine.csv", "a", "none", "", "gradients", "none", ""]
+    answers = ["a", "none", "", "gradients", "none", ""]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(answers) + "\n"))
-    file, minutes = ask(10)
+    with pytest.raises(ConfigError, match=r"'absent.csv': there is no such file"):
+        ask(10, Path("absent.csv"))
+    file, minutes = ask(10, Path("mine.csv"))
     assert (file, minutes) == (Path("mine-2.toml"), 10)
     made = load(file)
     assert (made.data.text, made.data.label, made.model.task) == ("a", None, "causal-lm")

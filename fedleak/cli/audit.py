@@ -50,8 +50,9 @@ def audit(
 ) -> None:
     """Find out what a setting leaks, with a plan that fits into the time, on one page.
 
-    FILE is an experiment file, the folder of a tap, or a run directory. Without one, a few
-    questions in a terminal make an experiment file.
+    FILE is an experiment file, the folder of a tap, or a run directory. Without one, or with a
+    file of texts (csv, tsv, jsonl or parquet), a few questions in a terminal make an experiment
+    file.
 
     The plan is printed first: attacks on a first and a later round, membership, canaries where
     there is noise, undefended copies as a control, and what does not fit. The page says what leaks,
@@ -64,6 +65,7 @@ def audit(
     from fedleak.audit.gaps import refuse_gaps
     from fedleak.audit.gate.limits import LEAKS
     from fedleak.config.experiment import Experiment
+    from fedleak.data.files import TableFile
     from fedleak.federation.lookup import stored
     from fedleak.report.tables.audit import plan_table
     from fedleak.report.terminal.audit import print_audit
@@ -73,10 +75,11 @@ def audit(
     from fedleak.running.workers.hiring import hire
     from fedleak.store.audits import AUDIT
 
-    if file is None:
+    if file is None or TableFile(path=file).known:
         if not sys.stdin.isatty():
-            raise ConfigError("FILE is missing: questions are asked in a terminal only")
-        file, minutes = ask(minutes)
+            given = "FILE is missing" if file is None else f"{str(file)!r} is no experiment file"
+            raise ConfigError(f"{given}: questions are asked in a terminal only")
+        file, minutes = ask(minutes, file)
     source, left_out = _source(file, changes or (), fresh=fresh, allow_commands=allow_commands)
     console.print(f"an audit of at most {minutes:g} min")
     from fedleak.flower.engines import train  # takes seconds, so after what may be refused

@@ -8,6 +8,7 @@ import tomli_w
 import typer
 
 from fedleak.cli.display import console
+from fedleak.util.errors import ConfigError
 from fedleak.util.sanitise import markup
 
 TEXTS = ("text", "sentence", "review", "content", "message", "body", "note", "comment")
@@ -37,19 +38,26 @@ SHAPE = {"clients": 4, "rounds": 3, "batch_size": 2}
 """Of the federation, for the user to change in the file."""
 
 
-def ask(minutes: float) -> tuple[Path, float]:
+def ask(minutes: float, data: Path | None = None) -> tuple[Path, float]:
     """Asks what is trained, how, and for how long it may be audited, and writes the file.
 
     Args:
         minutes: What is taken if the user says nothing.
+        data: The file of texts; None: it is asked for, too.
 
     Returns:
         The experiment file, and the minutes.
+
+    Raises:
+        ConfigError: There is no such file of texts.
     """
-    data = typer.prompt(
-        "1. Texts that clients train on (a csv, tsv, jsonl or parquet file)",
-        type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    )
+    if data is None:
+        data = typer.prompt(
+            "1. Texts that clients train on (a csv, tsv, jsonl or parquet file)",
+            type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        )
+    elif not data.is_file():
+        raise ConfigError(f"{str(data)!r}: there is no such file: check the path")
     columns = _columns(data)
     start = "builtin/bert-tiny" if "label" in columns else "builtin/llama-tiny"
     model = typer.prompt("2. Model (a hub id, a folder, or a built-in)", default=start)

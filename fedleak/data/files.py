@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, TYPE_CHECKING, Any, Literal
@@ -284,6 +285,7 @@ def _parquet_fault(content: bytes) -> str:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keeps `datasets` from printing an error that is to be explained."""
+    import_module("datasets")  # which sets the level of its own
     logger = logging.getLogger("datasets")
     level = logger.level
     logger.setLevel(logging.CRITICAL)

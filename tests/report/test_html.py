@@ -418,6 +418,16 @@ def test_the_next_step_asks_for_more_time_before_it_asks_for_more_noise() -> Non
     assert paragraphs(run_verdict(able, EXTENT, held))["Next"].startswith("Audit again whenever")
 
 
+def test_no_step_asks_for_adapters_where_they_are() -> None:
+    read = summary(worst(estimate(0.5, 0.2, 0.8)), {"dager": attack()})
+    plain, adapted = (
+        paragraphs(run_verdict(read, replace(EXTENT, adapters=adapters), NOTHING))["Next"]
+        for adapters in (False, True)
+    )
+    assert "more local steps, adapters, frozen embeddings, secure_sum" in plain
+    assert "more local steps, secure_sum" in adapted
+
+
 @pytest.mark.parametrize(
     ("exact", "says"),
     [(0.5, "read 50 % of the texts word for word"), (0.0, "that they read none here shows little")],

@@ -26,8 +26,8 @@ def test_without_an_answer_of_texts_nothing_is_said_of_reading() -> None:
         worst_case=None, attacks={}, membership=asked(figures("residual", 1e-3, 0.9))
     )
     assert who_was_in(summary) == (
-        "no attack named a private text; who was in can be told with AUC 0.90 [0.10, 1.00] "
-        "(0.5 is chance; p = 0.001, by membership's residual)"
+        "no attack named a private text; who was in can be told with AUC 0.90 (0.5 is chance, "
+        "p = 0.001; for other clients like these 0.10 to 1.00; by membership's residual)"
     )
 
 

@@ -1,11 +1,14 @@
 """Data files that are wrong: refused with the cause, and without a word of what is in them."""
 
 import gzip
+import logging
 from pathlib import Path
 
 import pytest
 
+from fedleak.data import files
 from fedleak.running import preparation
+from fedleak.util.errors import ConfigError
 
 SECRET = "gemma carries the gene"
 ROWS = [f"{SECRET} number {i},{i % 2}" for i in range(40)]
@@ -207,3 +210,20 @@ def test_a_packed_file_is_read_or_refused(run, refused, folder: Path) -> None:
     (folder / "d.csv.gz").write_bytes(gzip.compress(GOOD.encode())[:-20])
     columns = {"data.text": "text", "data.label": "label"}
     refused(run({"data.name": "d.csv.gz", **columns}), "d.csv.gz")
+
+
+def test_the_reader_prints_nothing_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger, level = logging.getLogger("datasets"), logging.getLogger("datasets").level
+    path = tmp_path / "mine.csv"
+    path.write_bytes(b"text\nna\xefve\n")
+    # The first import sets the level.
+    monkeypatch.setattr(files, "import_module", lambda name: logger.setLevel(logging.WARNING))
+    levels: list[int] = []
+    reader = {".csv": lambda *_: levels.append(logger.getEffectiveLevel())}
+    monkeypatch.setattr(files, "_READERS", reader)
+    with pytest.raises(ConfigError, match="is not UTF-8"):
+        files.TableFile(path=path).read_dataset()
+    assert levels == [logging.CRITICAL]
+    logger.setLevel(level)

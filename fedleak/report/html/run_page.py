@@ -21,7 +21,7 @@ from fedleak.report.html.verdict import Extent, Guaranteed, run_verdict
 from fedleak.report.table import Cell, Table, Tone, figures, plain, words
 from fedleak.report.tables.advice import advice_table
 from fedleak.report.tables.attacks import attack_table
-from fedleak.report.tables.audit import audit_tables
+from fedleak.report.tables.audit import gate_tables, plan_table
 from fedleak.report.tables.canaries import canary_table
 from fedleak.report.tables.detections import detections_table
 from fedleak.report.tables.ladder import ladder_table
@@ -134,7 +134,7 @@ def _audit_tables(run: Run, redact: bool) -> list[Table]:
         return []
     audit = run.read_document(AUDIT)
     advice = [] if audit.advice is None else [advice_table(audit.advice, reasons=not redact)]
-    return [*audit_tables(audit), *advice]
+    return [*gate_tables(audit), plan_table(audit), *advice]
 
 
 def _with_all_facts(summary: RunSummary) -> RunSummary:
@@ -187,6 +187,7 @@ def _extent(
         late=len(late(rows)),
         granted=_granted(experiment, summary),
         sees=experiment.sees,
+        adapters=experiment.model.lora is not None,
     )
 
 

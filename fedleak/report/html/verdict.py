@@ -101,6 +101,7 @@ class Extent:
         granted: Facts that the attacker was told beyond the protocol.
         sees: What the attacker sees.
         malicious: Whether the server changed the model that it sent.
+        adapters: Whether clients train LoRA adapters and not the model.
     """
 
     attacked: int
@@ -110,6 +111,7 @@ class Extent:
     granted: Sequence[str]
     sees: Sight
     malicious: bool = False
+    adapters: bool = False
 
 
 @dataclass(frozen=True)
@@ -431,7 +433,8 @@ def next_step(
         "find settings with which the attacks read the undefended copies: before that, reading "
         "nothing says nothing": control is not None and not control.together.exact and not read,
         "make these defenses stronger, or use others": leaks and defended,
-        "change how clients train: larger batches, more local steps, adapters, frozen embeddings, "
+        "change how clients train: larger batches, more local steps, "
+        f"{'' if extent.adapters else 'adapters, frozen embeddings, '}"
         "secure_sum, or noise (`fedleak list` names the defenses)": leaks and not defended,
         "attack more clients: so few are an example": (
             extent.attacked < extent.sent if leakage is None else leakage.read.warning

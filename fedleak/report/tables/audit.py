@@ -13,7 +13,14 @@ def plan_table(audit: Audit) -> Table:
     rows.append(plain("all of it", number(audit.estimate)))
     if audit.seconds is not None:
         rows.append(plain("it took", number(audit.seconds)))
-    notes = [f"not part of it: {reason}" for reason in audit.left_out]
+    notes = [f"not part of it: {reason}" for reason in audit.left_out] + stopped(audit)
+    title = f"The plan of the audit, for {audit.minutes:g} minutes"
+    return Table(title, [*words("part"), *figures("seconds, about")], rows, notes)
+
+
+def stopped(audit: Audit) -> list[str]:
+    """Returns in sentences that an audit was stopped."""
+    notes = []
     if audit.cut:
         notes.append(
             "Its time was up before all of it was done: what is missing was not attacked. The same "
@@ -21,14 +28,13 @@ def plan_table(audit: Audit) -> Table:
         )
     if audit.interrupted:
         notes.append("It was stopped and went on, so how long it took is not known.")
-    title = f"The plan of the audit, for {audit.minutes:g} minutes"
-    return Table(title, [*words("part"), *figures("seconds, about")], rows, notes)
+    return notes
 
 
-def audit_tables(audit: Audit) -> list[Table]:
-    """Returns the plan, and the checks of the gate if the experiment has limits."""
+def gate_tables(audit: Audit) -> list[Table]:
+    """Returns the checks of the gate, if the experiment has limits."""
     if not audit.checks:
-        return [plan_table(audit)]
+        return []
     rows = [
         [
             Cell(check.outcome, TONES.get(check.outcome, Tone.PLAIN)),
@@ -36,5 +42,4 @@ def audit_tables(audit: Audit) -> list[Table]:
         ]
         for check in audit.checks
     ]
-    gate = Table("The gate", words("outcome", "check", "found"), rows)
-    return [gate, plan_table(audit)]
+    return [Table("The gate", words("outcome", "check", "found"), rows)]

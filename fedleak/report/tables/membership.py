@@ -36,9 +36,12 @@ def who_was_in(summary: RunSummary) -> str | None:
         if worst
         else "no attack named a private text"
     )
+    auc = clearest.auc
+    assert auc is not None
     return (
-        f"{texts}; who was in can be told with AUC {interval(clearest.auc, places=2)} "
-        f"(0.5 is chance; p = {clearest.p:.1g}, by {clearest.attack}'s {clearest.score})"
+        f"{texts}; who was in can be told with AUC {auc.mean:.2f} (0.5 is chance, p = "
+        f"{clearest.p:.1g}; for other clients like these {auc.low:.2f} to {auc.high:.2f}; by "
+        f"{clearest.attack}'s {clearest.score})"
     )
 
 

@@ -6,8 +6,9 @@ from rich.console import Console
 from rich.text import Text
 
 from fedleak.report.html.page import Level, Verdict
-from fedleak.report.tables.audit import audit_tables
+from fedleak.report.tables.audit import gate_tables, stopped
 from fedleak.report.terminal.table import print_table
+from fedleak.report.words import number
 from fedleak.store.audits import Audit
 from fedleak.util.sanitise import printable
 
@@ -17,7 +18,7 @@ INDENT = "  "
 
 
 def print_audit(audit: Audit, verdict: Verdict, console: Console) -> None:
-    """Prints what an audit found, the worst first."""
+    """Prints what an audit found, the worst first, and how long it took."""
     console.print()
     console.print(Text(printable(f"{verdict.headline}."), style=STYLES[verdict.level]))
     for paragraph in verdict.paragraphs:
@@ -28,5 +29,11 @@ def print_audit(audit: Audit, verdict: Verdict, console: Console) -> None:
         )
         console.print(Text(textwrap.indent("\n".join(lines), INDENT)))
     console.print()
-    for table in audit_tables(audit):
+    for table in gate_tables(audit):
         print_table(console, table)
+    ended = stopped(audit)
+    if audit.seconds is not None:  # the plan itself was printed before
+        planned = f"{number(audit.estimate)} s were planned for all of it"
+        ended.append(f"{planned}, and it took {number(audit.seconds)} s.")
+    for line in ended:
+        console.print(line, highlight=False)

@@ -69,7 +69,7 @@ COSTLY = [
     _family("Gaussian noise, sigma / rms", [0.3, 3.0], defense=[
         {"kind": "gaussian_noise", "relative": families.STRENGTH},
     ]),
-    _family("random mask, share set to 0", [0.9, 0.99], defense=[
+    _family("random mask, share masked", [0.9, 0.99], defense=[
         {"kind": "mask", "fraction": families.STRENGTH},
     ]),
     # Fixed batches are those of the run, which Poisson sampling would not draw.

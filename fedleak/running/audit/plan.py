@@ -272,8 +272,8 @@ def _not_attacked(
     if more := len(expected_captures(all_clients)) - len(attacked):
         clients = len({key.client for key in attacked})
         yield (
-            f"{counted(more, 'update')} of clients in these rounds: {counted(clients, 'client')} "
-            f"fit into the time (--minutes {needed} has time for all)"
+            f"{counted(more, 'update')} of clients in these rounds: there is time for "
+            f"{counted(clients, 'client')} (--minutes {needed} has time for all)"
         )
     here = sorted({key.round for key in attacked})
     for round in sorted({*rounds} - {*here}):

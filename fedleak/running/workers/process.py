@@ -254,7 +254,8 @@ class LocalWorker(Worker):
             process = psutil.Process(self._pid.result())
             if process.ppid() == os.getpid():  # if it died, its number may be another's by now
                 process.kill()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        # A thread of the pool that is still ending would trip over the end of this program.
+        self._pool.shutdown(cancel_futures=True)
 
     def _finish(self) -> None:
         super()._finish()
