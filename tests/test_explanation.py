@@ -35,6 +35,7 @@ def test_every_attack_is_in_it_and_those_of_the_file_are_marked():
     assert {one.name for one in found.attacks if one.listed} == {"probes", "mine"}
     # What runs somebody's program does not know which, and an honest server imprints nothing.
     assert {one.name for one in found.attacks if one.reason} == {
+        "adapter_imprint",
         "command",
         "decepticons",
         "imprint",

@@ -2,13 +2,14 @@
 
     python experiments/benchmarks/imprint.py [--batches 20] [--data cola] [--sizes 64]
         [--only plain] [--model stories15m] [--task causal-lm] [--kinds imprint decepticons]
+        [--rank 8]
 
 Needs FEDLEAK_ASSETS: MiniLM, or another model there, with CoLA and Rotten Tomatoes. Sentences and
 batches are drawn with the seed; half of each data set is the clients', and 400 sentences of the
 other half are public. A line for each setting and each kind of server mode and
-attack: the shares of sentences that are read right, and that are certified and right, with
-intervals over batches, the certified ones that are wrong, the batches that are proved, and CPU
-seconds for each.
+attack: the shares of sentences that are read right, that are certified and right, and of tokens
+that are read, with intervals over batches, the certified sentences that are wrong, the batches that
+are proved, and CPU seconds for each. With --rank clients train adapters, as adapter_imprint needs.
 Noise is relative to the root mean square of the whole update.
 """
 
@@ -29,6 +30,7 @@ from torch import Tensor
 from fedleak import attacks, server_modes
 from fedleak.audit.metrics.intervals import clustered_mean
 from fedleak.models import CLASSIFICATION, LanguageModel, ModelSpec, load_parameters_, loading
+from fedleak.models.lora import Lora
 from fedleak.training.local import local_update_
 from fedleak.training.observation import Example, Knowledge, Observation, UpdateKind
 from fedleak.training.recipe import Recipe
@@ -126,7 +128,7 @@ def row(spec: ModelSpec, kind: str, name: str, size: int, setting: str, batches:
         model, targeted=True, public=public, rng=stream(0, "server")
     )
     load_parameters_(model, {**model.parameters(), **changes})
-    read, right, wrong, proved, seconds = [], [], 0, 0, 0.0
+    read, right, tokens, wrong, proved, seconds = [], [], [], 0, 0, 0.0
     for batch in range(batches):
         drawn = random.Random(batch).sample(texts[:half], size)
         seen, truth = observed(model, drawn, SETTINGS[setting], kind, batch)
@@ -138,11 +140,15 @@ def row(spec: ModelSpec, kind: str, name: str, size: int, setting: str, batches:
             certain = Counter(answer.sequences or ())
         read.append((Counter(answer.sequences or ()) & truth).total() / size)
         right.append((certain & truth).total() / size)
+        bag = Counter(token for ids in truth.elements() for token in ids)
+        named = Counter(token for ids in answer.sequences or () for token in ids)
+        tokens.append((named & bag).total() / bag.total())
         wrong += (certain - truth).total()
         proved += answer.verified
-    shares = [clustered_mean(values, list(range(batches)), most=1.0) for values in (read, right)]
     cells = " | ".join(
-        f"{100 * s.mean:.1f} [{100 * s.low:.1f}, {100 * s.high:.1f}]" for s in shares
+        f"{100 * s.mean:.1f} [{100 * s.low:.1f}, {100 * s.high:.1f}]"
+        for values in (read, right, tokens)
+        for s in (clustered_mean(values, list(range(batches)), most=1.0),)
     )
     return (
         f"| {kind} | {name} | {size} | {setting} | {batches} | {cells} | {wrong} | {proved} "
@@ -159,16 +165,18 @@ def main() -> None:
     parser.add_argument("--data", nargs="+", default=["cola", "rotten_tomatoes"])
     parser.add_argument("--sizes", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--kinds", nargs="+", default=["imprint"])
+    parser.add_argument("--rank", type=int, help="of adapters")
     parser.add_argument("--only", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
     options = parser.parse_args()
     torch.set_num_threads(1)
     model = str(ASSETS / "models" / options.model)
-    spec = ModelSpec(name=model, task=options.task, num_labels=2)
+    lora = Lora(options.rank, 2.0 * options.rank) if options.rank else None
+    spec = ModelSpec(name=model, task=options.task, num_labels=2, lora=lora)
     print(
-        "| kind | data | texts | the client | batches | read, % | certified, % | wrong | proved "
-        "| CPU seconds |"
+        "| kind | data | texts | the client | batches | read, % | certified, % | tokens, % | wrong "
+        "| proved | CPU seconds |"
     )
-    print("|---" * 10 + "|")
+    print("|---" * 11 + "|")
     for name in options.data:
         for size in options.sizes:
             for setting, kind in itertools.product(options.only, options.kinds):

@@ -32,7 +32,7 @@ from torch.nn import functional as F
 
 from fedleak.models import CLASSIFICATION, LanguageModel
 from fedleak.server_modes import ModeSetting, ServerMode
-from fedleak.server_modes.imprint import Planted, read_probe
+from fedleak.server_modes.imprint import Planted, not_trained, read_probe
 from fedleak.server_modes.sectors import weights
 from fedleak.training.observation import Example
 
@@ -76,15 +76,9 @@ class Decepticons(ServerMode):
                 f"{model.family.model_type} has not: choose another model.name, or "
                 "mode = 'imprint'"
             )
-        missing = sorted(set(_names(model)) - model.parameters().keys())
-        if missing:
-            return f"changes {missing[0]}, which is not trained: remove model.lora"
         if not blocks(model):
             return "needs two layers, because the last one holds no bins: choose another model.name"
-        first = model.family.modules(0)["f"][0]
-        if first not in setting.sent:
-            return f"reads {first}, and clients send none: see update.share"
-        return None
+        return not_trained(_names(model), setting, model)
 
     @torch.no_grad()
     def broadcast(

@@ -22,7 +22,7 @@ Shapes: N neurons, D hidden size, K numbers of a tag, M tokens of public texts.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, NamedTuple
 
@@ -83,13 +83,7 @@ class Imprint(ServerMode):
             )
         if model.family.causal and (self.left or self.neurons < 1):
             return "hides (left, neurons) in models like BERT alone: leave these settings out"
-        missing = sorted(set(names) - model.parameters().keys())
-        if missing:
-            return f"changes {missing[0]}, which is not trained: remove model.lora"
-        first = model.family.modules(0)["f"][0]
-        if first not in setting.sent:
-            return f"reads {first}, and clients send none: see update.share"
-        return None
+        return not_trained(names, setting, model)
 
     @torch.no_grad()
     def broadcast(
@@ -160,6 +154,18 @@ class Imprint(ServerMode):
         random_ND = F.normalize(torch.randn(others, width, generator=rng), dim=1)
         changed[names.second][:, neurons:] = written * random_ND.T
         return {name: value.to(device) for name, value in changed.items()}
+
+
+def not_trained(names: Iterable[str], setting: ModeSetting, model: LanguageModel) -> str | None:
+    """Returns that one of these parameters is not trained, or what is read is not sent."""
+    missing = sorted(set(names) - model.parameters().keys())
+    if missing:
+        return (
+            f"changes {missing[0]}, which is not trained: remove model.lora, or choose "
+            "mode = 'adapter_imprint'"
+        )
+    first = model.family.modules(0)["f"][0]
+    return None if first in setting.sent else f"reads {first}, and clients send none: update.share"
 
 
 class Planted(NamedTuple):

@@ -34,6 +34,7 @@ from fedleak.attacks import (
 )
 from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, ModelSpec, load_parameters_, loading
+from fedleak.models.lora import Lora, adapt_
 from fedleak.training.observation import ClientUpdate, Knowledge, Observation, UpdateKind
 from fedleak.training.wire import partial_update
 from fedleak.util.rng import stream
@@ -289,6 +290,7 @@ def test_an_attack_that_does_not_say_what_it_reads_reads_all(small, observe):
     model = small("bert")
     setting = AttackSetting.of(observe(model, 1).seen, model)
     assert SELECTIVE == [
+        "adapter_imprint",
         "dager",
         "decepticons",
         "imprint",
@@ -369,6 +371,7 @@ class Easy:
         granted: Facts.
         settings: Hyper-parameters; the rest are the attack's defaults.
         server_mode: What a malicious server does to the model first; None: it is honest.
+        lora: Adapters that are trained; None: the model is.
     """
 
     family: str = "bert"
@@ -379,6 +382,7 @@ class Easy:
     granted: tuple[str, ...] = GRANTED
     settings: Mapping[str, Any] = field(default_factory=dict)
     server_mode: str | None = None
+    lora: Lora | None = None
 
 
 EASY = {
@@ -393,6 +397,10 @@ EASY = {
     "maximum_likelihood": Easy(texts=("she told us that",)),
     "imprint": Easy(width=48, server_mode="imprint"),
     "decepticons": Easy(width=48, server_mode="decepticons"),
+    # Four heads look at four tokens.
+    "adapter_imprint": Easy(
+        width=48, texts=("she", "nobody"), server_mode="adapter_imprint", lora=Lora(6, 12.0)
+    ),
 }
 """By kind, for attacks that cannot work in the setting that is easy for others, or take long."""
 
@@ -433,6 +441,8 @@ def shuffled(update):
 def check_that_it_finds(attack, easy, small, observe):
     """Refuses an attack that finds nothing, or nothing that it has from the update."""
     model = small(easy.family, easy.task, layers=easy.layers, width=easy.width)
+    if easy.lora is not None:
+        adapt_(model.module, easy.lora, model.family.classifier)
     if easy.server_mode is not None:
         mode, public = server_modes.kinds()[easy.server_mode](), observe(model, 1).candidates.public
         changes = mode.broadcast(model, targeted=True, public=public, rng=stream(0, "server"))
@@ -470,7 +480,8 @@ def test_an_easy_batch_is_found_and_in_the_update_alone(kind, small, observe):
 @pytest.mark.parametrize(
     ("kind", "family"),
     # A program of others reads files; membership takes gradients of texts, which are tested.
-    [(kind, "gpt2") for kind in ALL if kind not in ("command", "membership")]
+    # Adapters are changed of encoders alone.
+    [(kind, "gpt2") for kind in ALL if kind not in ("command", "membership", "adapter_imprint")]
     + [("keyspan", "llama"), ("imprint", "llama")],
 )
 def test_a_loss_on_responses_is_read_as_well_or_named_as_an_obstacle(kind, family, small, observe):
