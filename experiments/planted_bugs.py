@@ -11,8 +11,8 @@ tests/helpers/planted.py, which were made up last. Detectors:
   unit tests the first test that fails of those of the defense (`UNIT_TESTS`), which know neither
   honest     the last lines: the same without a bug, where a detector must be silent
 
-A dash says that a detector is not for this defense: nothing is guaranteed, so there is no ledger,
-or the noise is the server's. It needs pytest. Each line takes some seconds.
+A dash says that canaries are not for this defense: nothing is guaranteed, so there is no ledger, or
+noise is correlated over rounds. It needs pytest. Each line takes some seconds.
 
 With --honest nothing is planted, and the table says how often each detector accuses mechanisms that
 do what they say: a run and a check for each seed.
@@ -23,12 +23,13 @@ import contextlib
 import io
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from scipy.stats import binomtest
 from transformers import AutoModelForSequenceClassification
 
@@ -53,6 +54,8 @@ UNIT_TESTS = {
     "local_dp": "test_defenses.py",
     "gaussian_noise": "test_defenses.py",
     "central_dp": "test_central_dp.py",
+    "dp_ftrl": "test_dp_ftrl.py",
+    "adaptive_clipping": "test_adaptive_clipping.py",
 }
 """Tests of each defense without a check, a canary or a run with either, below tests/."""
 
@@ -71,10 +74,13 @@ SHOWN_BY: dict[str, dict[str, Any]] = {
 }
 """What shows a bug that so few steps do not show."""
 
+NONE = "nothing: "
+"""How the names of lines begin in which nothing is planted."""
+
 CONTRADICTED = "the mechanism does not do what the ledger says"
 
-GUARANTEED = ("dp_sgd", "local_dp")
-AUDITED = (*GUARANTEED, "central_dp", "gaussian_noise")
+GUARANTEED = ("dp_sgd", "local_dp", "central_dp", "adaptive_clipping")
+AUDITED = UNIT_TESTS.keys()
 
 
 def main() -> None:
@@ -92,10 +98,26 @@ def main() -> None:
             print("\n".join(honest(Path(folder), args.honest)))
             return
         print("| planted | defense | check | canaries | unit tests |\n|---|---|---|---|---|")
+        rows = []
         for number, bug in enumerate(planted()):
             if args.only in bug.name:
                 cells = checked(bug), audited(Path(folder, str(number)), bug), tested(bug)
-                print(f"| {bug.name} | {bug.kind} | {' | '.join(cells)} |", flush=True)
+                rows.append((bug.name, bug.kind, *cells))
+                print(f"| {' | '.join(rows[-1])} |", flush=True)
+    print(f"\n{summed_up(rows)}")
+
+
+def summed_up(rows: Sequence[Sequence[str]]) -> str:
+    """Returns how many bugs each detector finds, of the cells of the table."""
+    bugs = [row for row in rows if not row[0].startswith(NONE)]
+    check, canaries, unit_tests = (
+        sum(row[column].startswith("**found**") for row in bugs) for column in (2, 3, 4)
+    )
+    guaranteed = sum(row[3] != "-" for row in bugs)
+    return (
+        f"Of {len(bugs)} bugs the check finds {check} and the unit tests {unit_tests}; canaries "
+        f"find {canaries} of {guaranteed}."
+    )
 
 
 def small_model(folder: Path) -> None:
@@ -104,6 +126,7 @@ def small_model(folder: Path) -> None:
     model = loading.load(parse(table).model_spec(2))
     config: Any = model.module.config
     config.hidden_size, config.num_attention_heads, config.intermediate_size = 32, 2, 64
+    torch.manual_seed(0)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
     model.tokenizer.save_pretrained(folder)
 
@@ -137,13 +160,14 @@ def planted() -> Iterator[Bug]:
         yield Bug(name, mistake[1]["kind"], mistake[0], experiment, experiment)
     for table, plant, settings in FRESH:
         yield _bug(table, plant, settings)
-    for table in (test_canaries.DP_SGD, test_canaries.POISSON, test_canaries.LOCAL_DP):
+    whole = test_canaries.LOCAL_DP, test_defense_checks.CENTRAL_DP
+    for table in (test_canaries.DP_SGD, test_canaries.POISSON, *whole):
         yield _bug(table, nothing__honest, {})
 
 
 def _bug(table: dict[str, Any], plant: Plant, settings: dict[str, Any]) -> Bug:
-    # Of a copy each, so that each has many numbers of this small model.
-    copies = {"count": 16} if table["kind"] == "local_dp" else {}
+    # Of an update each, so that each has many numbers of this small model.
+    copies = {} if table["kind"] == "dp_sgd" else {"count": 16}
     shown = test_canaries.experiment_of(table, **SEEN | copies | settings)
     federation = test_defense_checks.TABLE["federation"]
     federation = federation | {"algorithm": shown.federation.algorithm}
