@@ -370,6 +370,8 @@ def split(
     order_TM = table_TM.topk(min(2, len(table_TM)), dim=0)
     special = torch.tensor(sorted(model.special_ids()))
     once_N = ((order_TM.values[0] > _ONCE) & ~torch.isin(words_M, special)).nonzero()[:, 0]
+    if not len(once_N):
+        return "no word of the batch occurs just once"
     place_N = order_TM.indices[0, once_N]
 
     def project(ids_L: Tensor, place_L: Tensor) -> tuple[Tensor, Tensor]:

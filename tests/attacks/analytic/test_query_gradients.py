@@ -201,6 +201,13 @@ def test_more_words_than_there_is_room_for(small, observe):
     assert "more than the hidden size, 48, holds" in answer.reason
 
 
+def test_without_a_word_that_occurs_once_no_text_begins(narrow, truth, monkeypatch):
+    monkeypatch.setattr(query_gradients, "_ONCE", 2.0)
+    answer = ask(truth.seen, narrow)
+    assert answer.status == Status.ABSTAINED
+    assert answer.reason == "no word of the batch occurs just once"
+
+
 def test_out_of_time_it_answers_with_what_it_has(narrow, truth, ticking):
     ticking(query_gradients, 3)
     answer = ask(truth.seen, narrow)
