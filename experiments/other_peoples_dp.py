@@ -4,8 +4,9 @@
 
 Audits Opacus's DP-SGD, with fixed batches and with Poisson sampling, and Flower's mods: fixed and
 adaptive clipping with the server's noise, and local DP. It prints a row for each: what is
-announced, and lower bounds on epsilon from canaries. The last rows have a bug that is planted here:
-half the noise. It takes CPU minutes.
+announced, and lower bounds on epsilon from canaries. Rows with half the noise have a bug that is
+planted here. Last it prints where Flower's adaptive clipping takes the norm, and the noise that it
+adds. It takes CPU minutes.
 """
 
 import argparse
@@ -56,6 +57,7 @@ def main() -> None:
     print(f"{HEADER}\n|---|---|---|---|---|---|")
     for row in (*opacus(), *flower()):
         print(row, flush=True)
+    print(f"\n{adaptive_norm()}")
 
 
 def shown(value: float | None) -> str:
@@ -141,16 +143,18 @@ def adaptive(strategy: FedAvg, clients: int) -> Strategy:
     return DifferentialPrivacyClientSideAdaptiveClipping(strategy, NOISE, clients)
 
 
-def app_of(mods: Sequence[Any]) -> ClientApp:
-    """Returns a client that does not move the model by itself."""
+def app_of(mods: Sequence[Any], norms: Sequence[float] = ()) -> ClientApp:
+    """Returns a client that moves the model by its norm; without norms it does not."""
     app = ClientApp(mods=list(mods))
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        metrics = MetricRecord({"num-examples": 1})
-        content = RecordDict(
-            {"arrays": message.content.array_records["arrays"], "metrics": metrics}
-        )
+        arrays = message.content.array_records["arrays"]
+        if norms:
+            moved = weights(arrays)["weight"].copy()
+            moved[0] += norms[int(context.node_config["partition-id"])]
+            arrays = ArrayRecord({"weight": Array(moved)})
+        content = RecordDict({"arrays": arrays, "metrics": MetricRecord({"num-examples": 1})})
         return Message(content, reply_to=message)
 
     return app
@@ -178,14 +182,14 @@ def weights(arrays: ArrayRecord) -> dict[str, Any]:
 
 
 def federation(
-    mods: Sequence[Any], clients: int, rounds: int, wrapped: Callable[[FedAvg, int], Strategy]
+    app: ClientApp, clients: int, rounds: int, wrapped: Callable[[FedAvg, int], Strategy]
 ) -> tuple[Watching, dict[str, Any]]:
     """Trains; returns the strategy, which has the models, and the last model."""
     nodes = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
     strategy = Watching(fraction_evaluate=0.0, **nodes)  # type: ignore[arg-type]
     weight = {"weight": Array(np.zeros(256 * clients, np.float32))}
     result = wrapped(strategy, clients).start(
-        grid=InlineGrid(app_of(mods), clients, {}),  # type: ignore[arg-type]
+        grid=InlineGrid(app, clients, {}),  # type: ignore[arg-type]
         initial_arrays=ArrayRecord(weight),
         num_rounds=rounds,
     )
@@ -202,7 +206,7 @@ def central(
     """Returns the row of a noise that the server adds: what is audited is its models."""
     with tempfile.TemporaryDirectory() as folder:
         canary = canary_clients(folder, clients, norm=10 * CLIPPING_NORM, seed=7)
-        strategy, last = federation([clip, canary], clients, rounds, wrapped)
+        strategy, last = federation(app_of([clip, canary]), clients, rounds, wrapped)
         secret = coins(folder, clients)
     models = [*strategy.models, last]
     scores = [
@@ -210,10 +214,57 @@ def central(
         for step, (before, after) in enumerate(itertools.pairwise(models), start=1)
         for directions in [privacy.directions(before, clients, seed=7, step=step)]
     ]
-    accountant = RDPAccountant()
-    accountant.history = [(NOISE, 1.0, rounds)]
-    announced = accountant.get_epsilon(DELTA)
+    announced = accounted(NOISE, rounds)
     return flower_row(f"{name}, {rounds} rounds", announced, scores, secret, signed=False)
+
+
+def accounted(noise: float, rounds: int) -> float:
+    """Returns the epsilon of rounds that everybody takes part in."""
+    accountant = RDPAccountant()
+    accountant.history = [(noise, 1.0, rounds)]
+    return float(accountant.get_epsilon(DELTA))
+
+
+def adaptive_norm(clients: int = 256, rounds: int = 20) -> str:
+    """Returns where adaptive clipping takes the norm, if clients' norms are about 1, and its noise.
+
+    Both from updates and models alone: what clients sent were clipped to, and what the model moved
+    beyond their mean.
+    """
+    norms = np.exp(np.random.normal(size=clients)).tolist()
+    sent: list[float] = []
+    noises: list[float] = []
+
+    class Measuring(Watching):
+        mean: Any = None
+
+        def aggregate_train(self, server_round: int, replies: Any) -> Any:
+            clipped = [weights(r.content.array_records["arrays"])["weight"] for r in replies]
+            before = self.models[-1]["weight"]
+            sent.append(max(float(np.linalg.norm(arrays - before)) for arrays in clipped))
+            if len(self.models) > 1:
+                noises.append(float(np.std(before - self.mean)))
+            self.mean = np.mean(clipped, 0)
+            return super().aggregate_train(server_round, replies)
+
+    strategy = Measuring(
+        fraction_evaluate=0.0, min_train_nodes=1, min_evaluate_nodes=1, min_available_nodes=1
+    )
+    adaptive(strategy, clients).start(
+        grid=InlineGrid(app_of([adaptiveclipping_mod], norms), clients, {}),  # type: ignore[arg-type]
+        initial_arrays=ArrayRecord({"weight": Array(np.zeros(10_000, np.float32))}),
+        num_rounds=rounds,
+    )
+    announced = (NOISE**-2 - (2 * clients / 20) ** -2) ** -0.5
+    shares = [clients * noise / norm / announced for noise, norm in zip(noises, sent, strict=False)]
+    spent = [accounted(noise, rounds) for noise in (NOISE * float(np.mean(shares)), NOISE)]
+    return (
+        f"Flower's adaptive clipping, {clients} clients with the median norm "
+        f"{np.median(norms):.3g}: the norm goes from {sent[0]:.3g} to {sent[-1]:.3g} in {rounds} "
+        f"rounds, and the noise is {np.mean(shares):.3g} of what is announced "
+        f"({min(shares):.3g} to {max(shares):.3g}): an epsilon of {spent[0]:.4g} where "
+        f"{spent[1]:.4g} is announced"
+    )
 
 
 def local(name: str, sensitivity: float, *, signed: bool, clients: int = 1024) -> str:
@@ -222,7 +273,7 @@ def local(name: str, sensitivity: float, *, signed: bool, clients: int = 1024) -
     mod = LocalDpMod(CLIPPING_NORM, sensitivity * CLIPPING_NORM, announced, DELTA)
     with tempfile.TemporaryDirectory() as folder:
         canary = canary_clients(folder, clients, norm=10 * CLIPPING_NORM, seed=7, signed=signed)
-        strategy, _ = federation([mod, canary], clients, 1, lambda inner, clients: inner)
+        strategy, _ = federation(app_of([mod, canary]), clients, 1, lambda inner, clients: inner)
         secret = coins(folder, clients)
     directions = privacy.directions(strategy.models[0], clients, seed=7, step=1)
     # The replies are in the order of the nodes, and these in that of the partitions.
