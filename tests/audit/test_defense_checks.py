@@ -186,7 +186,9 @@ def test_random_words_without_a_response_check_a_loss_on_responses():
 def test_the_check_leaves_no_trace_and_says_the_same_again():
     experiment = experiment_of(MASK, GAUSS)
     state = torch.get_rng_state()
+    torch.set_num_threads(2)
     first = defense_checks.check(experiment)
+    assert torch.get_num_threads() == 1
     assert torch.equal(torch.get_rng_state(), state)
     assert defense_checks.check(experiment) == first
 

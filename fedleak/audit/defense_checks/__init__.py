@@ -109,6 +109,7 @@ def check(experiment: Experiment, sizes: Sequence[int] | None = None) -> list[Fi
     Raises:
         ConfigError: The experiment cannot work.
     """
+    torch.set_num_threads(1)  # as in training; several wait for each other where others work, too
     split = read_data(experiment)
     model = loading.load(experiment.model_spec(len(split.train.label_names)))
     check_defenses(experiment, model)
