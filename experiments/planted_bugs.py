@@ -1,6 +1,6 @@
 """Which detector finds which planted bug of a private mechanism.
 
-    python experiments/planted_bugs.py [--only WORD | --honest SEEDS]
+    python experiments/planted_bugs.py [--only WORD] [--honest SEEDS]
 
 The bugs are those that tests plant, each in the code that a run uses: `BROKEN` of
 tests/audit/test_defense_checks.py, `MISTAKES` of tests/audit/test_canaries.py and `FRESH` of
@@ -88,14 +88,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--only", default="", help="bugs whose name has this in it")
+    parser.add_argument("--only", default="", help="bugs, or mechanisms, whose name has this")
     parser.add_argument("--honest", type=int, default=0, help="seeds")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         small_model(Path(folder, "model"))
         test_canaries.MODEL["name"] = test_defense_checks.SMALL["name"] = f"{folder}/model"
         if args.honest:
-            print("\n".join(honest(Path(folder), args.honest)))
+            for line in honest(Path(folder), args.honest, args.only):
+                print(line, flush=True)
             return
         print("| planted | defense | check | canaries | unit tests |\n|---|---|---|---|---|")
         rows = []
@@ -179,7 +180,7 @@ def nothing__honest(patch: pytest.MonkeyPatch) -> None:
     """Plants nothing."""
 
 
-def honest(folder: Path, seeds: int) -> Iterator[str]:
+def honest(folder: Path, seeds: int, only: str) -> Iterator[str]:
     """Yields how often a mechanism without a bug is accused."""
     yield "| mechanism | runs accused | checks that fail | of | at most, with 95 % confidence |"
     yield "|---|---|---|---|---|"
@@ -189,7 +190,10 @@ def honest(folder: Path, seeds: int) -> Iterator[str]:
         ("dp_sgd, Poisson sampling", poisson, {}),
         ("dp_sgd, Poisson sampling, local steps", poisson, LOCAL_STEPS["federation"]),
         ("local_dp", whole, {}),
+        ("central_dp", test_defense_checks.CENTRAL_DP | {"noise_multiplier": 1.0}, {}),
     ):
+        if only not in name:
+            continue
         accused = failed = 0
         for seed in range(seeds):
             settings = {"seed": seed, "count": 32, "samples": 16}

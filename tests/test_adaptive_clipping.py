@@ -13,6 +13,8 @@ from fedleak.audit import defense_checks
 from fedleak.audit.vault import read_truth
 from fedleak.config.loading import parse
 from fedleak.defenses.adaptive_clipping import AdaptiveClipping
+from fedleak.federation.protection import protection
+from fedleak.flower.client.watching import movement
 from fedleak.flower.engines import train
 from fedleak.flower.server.strategy import CuriousServer
 from fedleak.running import pipeline, preparation
@@ -119,6 +121,11 @@ def test_a_run_is_a_loop_by_hand(held: tuple[Run, dict[Key, Any]]) -> None:
         share = (bits + 0.5 * float(torch.randn((), generator=rng))) / CLIENTS
         norm *= math.exp(-1.0 * (share - 0.5))
     assert run.info()["clipping_norms"][str(ROUNDS + 1)] == pytest.approx(norm)
+
+
+def test_a_client_does_not_know_how_far_the_next_norms_let_the_model_move() -> None:
+    how = movement(experiment(), protection(experiment(), 0, 2))
+    assert (how.most, how.noise) == (None, None)
 
 
 def test_the_ledger_is_that_of_fixed_clipping_and_canaries_agree(

@@ -40,11 +40,6 @@ class AdaptiveClipping(CentralDp):
     quantile: Annotated[float, Field(ge=0, le=1)] = 0.5
     rate: Positive = 0.2
 
-    @property
-    def scales_with_update(self) -> bool:
-        """Whether its noise has another scale in each update: it has, in each round."""
-        return True
-
     def after(self, updates: Iterable[ClientUpdate], *, rng: torch.Generator) -> Self:
         """Returns it with the norm of the next round."""
         short = [norm_of(update) <= self.max_norm for update in updates]

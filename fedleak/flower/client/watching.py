@@ -90,18 +90,20 @@ def movement(experiment: Experiment, protection: Protection) -> Movement:
     rate /= 1 - recipe.momentum
     most = None if recipe.max_grad_norm is None else rate * steps * recipe.max_grad_norm
     noises: list[float] = []
+    scaled = False  # by a norm that the server alone knows before a round
     for defense in protection.defenses.values():
         claims = defense.update_claims(local, protection.num_examples)
         if (longest := claims.max_norm or claims.client_norm) is not None:
             most = scale * longest
-        if defense.scales_with_update or claims.levels or claims.step:
+        if claims.relative_noise or claims.levels or claims.step or claims.norm_noise:
             most = None
+        scaled |= claims.norm_noise is not None
         noises.append(claims.noise_scale or 0.0)
         if isinstance(defense, TrustedAggregator):
             # Most of all: in the last round, where others refuse it.
             noises.append(defense.noise_on_mean(1, experiment.federation.rounds))
     noise = scale * math.hypot(*noises) / (1 - recipe.momentum)
-    unknown = protection.scales_with_update() or recipe.precision == "bfloat16"
+    unknown = scaled or protection.scales_with_update() or recipe.precision == "bfloat16"
     if len(experiment.unlike_clients) > 1:  # others may clip nothing
         most = None
     if recipe.optimiser != "sgd" and most is None:
