@@ -392,7 +392,7 @@ def test_the_server_of_an_app_can_be_malicious(wire, step, imported, bert_tiny):
     wire("sent", 1, 77, {"arrays": {**step.before, **changes}})
     wire("received", 1, 77, {"arrays": step.gradient}, metrics=METRICS)
     said = {"reply.payload": "gradient", "attack": [{"kind": "imprint"}]}
-    with pytest.raises(ConfigError, match="the model was not imprinted"):
+    with pytest.raises(ConfigError, match="needs a model that was imprinted"):
         imported(said)
     run = imported(said | {"server": {"mode": "imprint", "rounds": [1]}}).run
     assert run.captures.read_capture(Key(1, 0)).knowledge.server_mode == "imprint"

@@ -71,7 +71,7 @@ class AdapterImprintReader:
         """Needs adapters that were changed so, and the gradient of the values' B."""
         if setting.server_mode != AdapterImprint.kind:
             return (
-                "the adapters were not changed for it: let the server do so, server.mode = "
+                "needs adapters that were changed for it: let the server do so, server.mode = "
                 f"{AdapterImprint.kind!r}"
             )
         names = adapters(setting.family)

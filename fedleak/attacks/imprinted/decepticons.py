@@ -59,7 +59,7 @@ class DecepticonsReader:
         """Needs a model that was changed so, and the gradients of its feed-forward layers."""
         if setting.server_mode != Decepticons.kind:
             return (
-                "the model was not changed for it: let the server do so, server.mode = "
+                "needs a model that was changed for it: let the server do so, server.mode = "
                 f"{Decepticons.kind!r}"
             )
         if setting.response:
