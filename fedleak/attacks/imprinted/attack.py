@@ -43,7 +43,10 @@ class ImprintReader:
     def obstacle(self, setting: AttackSetting) -> str | None:
         """Needs a model that was imprinted, and the gradient of its first feed-forward layer."""
         if setting.server_mode != Imprint.kind:
-            return f"needs a model that was imprinted: let the server do so, server.mode = {Imprint.kind!r}"
+            return (
+                "needs a model that was imprinted: let the server do so, server.mode = "
+                f"{Imprint.kind!r}"
+            )
         name = setting.family.modules(0)["f"][0]
         if name not in setting.shared:
             return f"needs {name}, and clients send none: see update.share"
