@@ -18,20 +18,22 @@ from typing import Any
 
 import psutil
 import pytest
+import tiny
 from rich.console import Console
 from tiny import call, toml
 
 from fedleak.attacks.reconstruction import Status
-from fedleak.config.loading import load
+from fedleak.config.loading import load, parse
 from fedleak.config.tables import WorkersTable
 from fedleak.config.wording import difference
 from fedleak.report.drawings import common as drawing
 from fedleak.report.drawings import figures, tradeoff
 from fedleak.report.tables.sweep import attacks_table
 from fedleak.report.terminal.table import print_table
-from fedleak.running import sweep
+from fedleak.running import preparation, sweep
 from fedleak.store import summaries
 from fedleak.store.lines import Lines
+from fedleak.store.provenance import unsealed
 from fedleak.store.records import Utility
 from fedleak.store.run import Run
 from fedleak.store.summaries import (
@@ -389,18 +391,54 @@ def test_a_cell_that_breaks_is_named_and_the_others_are_done(write, here, jobs, 
     assert "MemoryError: no room" in log
 
 
+def runs_of(grid: sweep.Sweep) -> list[Run]:
+    return [grid.run(cell) for cell in grid.cells]
+
+
 def results(folder: Path) -> dict[str, Any]:
     """Returns what a cell found out, without what a clock or a device wrote."""
     names = ("reconstructions.jsonl", "leakage.jsonl", "utility.jsonl")
     found: dict[str, Any] = {
         name: sorted(
-            json.dumps(row | {"seconds": None, "device": None})
+            json.dumps(row | {"seconds": None, "device": None, "seal": None})
             for row in Run(folder).rows(Lines(name, dict))
         )
         for name in names
     }
     tensors = [*folder.glob("captures/*"), *folder.glob("models/*")]
     return found | {str(path.relative_to(folder)): path.read_bytes() for path in tensors}
+
+
+def test_cells_that_differ_in_attacks_alone_are_trained_once(write, here):
+    lists: list[Any] = [[], [tiny.DLG]]
+    write(toml({"name": "grid", "attack": None, "sweep.attack": lists}))
+    first, second = runs_of(sweep.load(here / "grid.toml"))
+    torn = second.path.with_name(f".{second.path.name}") / "models"  # a command was killed there
+    torn.mkdir(parents=True)
+    (torn / "r0001.safetensors").write_bytes(b"torn")
+    assert call("sweep", "grid.toml")[::2] == (0, "")
+    for file in first.path.glob("captures/*.safetensors"):
+        assert file.samefile(second.path / "captures" / file.name)
+    (here / "alone.toml").write_text(toml({"name": "alone", "attack": lists[1]}))
+    assert call("run", "alone.toml")[0] == 0
+    alone = results(here / "runs" / "alone")
+    assert results(second.path) == alone
+    assert len(alone["leakage.jsonl"]) == 2 * len(results(first.path)["leakage.jsonl"]) > 0
+    assert unsealed(second) == []
+    assert not torn.exists()
+
+
+def test_what_is_trained_otherwise_or_not_all_kept_is_not_shared():
+    plain = parse(tiny.tables())
+
+    def alike(**tables: Any) -> bool:
+        return preparation.trains_alike(plain, parse(tiny.tables(tables)))
+
+    assert alike(attack=[tiny.DLG], gate={"exact": 0.1}, threat={"knows": ["labels"]})
+    assert not alike(threat={"rounds": [1]})
+    assert not alike(seed=9)
+    deletes = parse(tiny.tables({"audit.keep": "none"}))
+    assert not preparation.trains_alike(deletes, deletes)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,7 +38,7 @@ from fedleak.federation.workload import (
 )
 from fedleak.models import CLASSIFICATION, LanguageModel, loading
 from fedleak.running import forecast
-from fedleak.store.files import naming
+from fedleak.store.files import naming, second_name
 from fedleak.store.run import Run
 from fedleak.store.summaries import SWEEP
 from fedleak.util import logs
@@ -48,6 +49,11 @@ from fedleak.util.versions import made_by, versions
 CHANGEABLE: dict[str, Any] = {"gate": True, "federation": {"at_once"}, "audit": {"keep", "waiting"}}
 """Settings that may change while a run goes on, besides the workers: no result depends on them."""
 
+TRAINED = (
+    *("captures", "checks.json", "defended", "detected", "kept", "models", "published"),
+    *("reference.json", "utility.jsonl", "vault"),
+)
+"""What training leaves in a run directory beside run.json."""
 
 _LONGEST = 300
 """Characters of a command of somebody else that are shown."""
@@ -290,6 +296,46 @@ def open_run(plan: Plan, path: Path, *, fresh: bool = False) -> Run:
     _make_held_out(run, plan)
     keep_candidates(run, plan.candidates)
     return run
+
+
+def trains_alike(experiment: Experiment, other: Experiment) -> bool:
+    """Whether two experiments differ at most in what is done with updates that are all kept."""
+    after = {"name": True, "attack": True, "workers": True, **CHANGEABLE}
+    one_way, other_way = (
+        alike.model_dump(mode="json", exclude=after | {"threat": {"knows", "ladder"}})
+        for alike in (experiment, other)
+    )
+    kept = {(alike.audit.keep, alike.audit.store) for alike in (experiment, other)}
+    return one_way == other_way and kept == {("all", "all")}
+
+
+def open_trained(plan: Plan, path: Path, trained: Run) -> Run:
+    """Makes the run directory of an experiment, with what another one trained that trains alike.
+
+    Large files have two names then, so they take no room. All is there at once, or nothing is.
+
+    Args:
+        plan: Of the experiment.
+        path: The run directory, which is not there yet.
+        trained: The other run, which is finished.
+    """
+    begun = path.with_name(f".{path.name}")
+    shutil.rmtree(begun, ignore_errors=True)
+    run = open_run(plan, begun)
+    for source in filter(Path.exists, (trained.path / name for name in TRAINED)):
+        if source.is_dir():
+            # Beside a capture of which every attack has answered stands a note that says so.
+            notes = shutil.ignore_patterns("*.json") if source.name == "captures" else None
+            shutil.copytree(source, begun / source.name, copy_function=second_name, ignore=notes)
+        else:  # lines may be added
+            shutil.copyfile(source, begun / source.name)
+    own, of_training = run.info(), trained.info()
+    run.update_info(
+        **{name: value for name, value in of_training.items() if name not in own},
+        model_fingerprint=of_training["model_fingerprint"],
+    )
+    begun.rename(path)
+    return Run(path)
 
 
 def _refuse_leftovers(path: Path) -> None:

@@ -227,7 +227,7 @@ def carry_out(
                     hired.close()
                     hands = hired.enter_context(hire(table))
                     hired_as = table
-                run = preparation.open_run(plan, sweep.run(cell).path)
+                run = _opened(plan, sweep.run(cell).path, _alike(sweep, cell, plan))
                 with watch(cell.name) as report:
                     if not pipeline.finished(run, plan.experiment):
                         pipeline.carry_out(run, plan.experiment, train, report, hands)
@@ -294,8 +294,16 @@ def carry_out_at_once(
         tell(cell, "finished" if failure is None else "failed")
 
     calls = {
-        name: partial(_carry_out_alone, plan, sweep.path / name, train, jobs)
-        for name, plan in plans.items()
+        cell.name: partial(
+            _carry_out_alone,
+            plans[cell.name],
+            sweep.run(cell).path,
+            _alike(sweep, cell, plans[cell.name]),
+            train,
+            jobs,
+        )
+        for cell in sweep.cells
+        if cell.name in plans
     }
     processes.side_by_side(calls, jobs, lambda cell: tell(cell, "started"), ended)
     return {cell: failures[cell] for cell in plans if cell in failures}
@@ -367,12 +375,35 @@ def cell_name(values: Mapping[str, Any]) -> str:
     return name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}-{_digest(values)}"
 
 
-def _carry_out_alone(plan: Plan, path: Path, train: Engine, jobs: int, place: int) -> str | None:
+def _alike(sweep: Sweep, cell: Cell, plan: Plan) -> list[Run]:
+    """Returns the runs of the other cells that train what a cell trains."""
+    return [
+        sweep.run(other)
+        for other in sweep.cells
+        if other.name != cell.name and preparation.trains_alike(other.experiment, plan.experiment)
+    ]
+
+
+def _opened(plan: Plan, path: Path, alike: Sequence[Run]) -> Run:
+    """Opens the run of a cell; a new one has what a finished run trained that trains alike."""
+    for other in alike if not path.exists() else ():
+        if (
+            other.exists()
+            and other.info()["status"] == "finished"
+            and not other.info().get("purged")
+        ):
+            return preparation.open_trained(plan, path, other)
+    return preparation.open_run(plan, path)
+
+
+def _carry_out_alone(
+    plan: Plan, path: Path, alike: Sequence[Run], train: Engine, jobs: int, place: int
+) -> str | None:
     """Runs a cell in this process, with workers of its own; returns why it failed, if it did."""
     table = plan.experiment.workers
     own = table.model_copy(update={"devices": devices_of_job(devices(table.devices), jobs, place)})
     try:
-        run = preparation.open_run(plan, path)
+        run = _opened(plan, path, alike)
         with hire(own) as hands:
             pipeline.carry_out(run, plan.experiment, train, on=hands)
     except Exception as error:  # noqa: BLE001 - the others can still be done

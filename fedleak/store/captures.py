@@ -1,6 +1,5 @@
 """What the server received: a file of tensors of each update, with what it knows of the update."""
 
-import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,7 @@ from typing import Annotated, NamedTuple
 from pydantic import Field
 from torch import Tensor
 
-from fedleak.store.files import new_file, parse_json, read_file
+from fedleak.store.files import new_file, parse_json, read_file, second_name
 from fedleak.store.folder import DAMAGE, Folder, flat, refusing_damage, stored_table, stored_tensors
 from fedleak.store.lines import Record, validated
 from fedleak.store.zero_rows import shapes, with_zero_rows, without_zero_rows
@@ -189,10 +188,7 @@ class Captures:
         source = held.folder.file(held._tensors(key))
         with new_file(self.folder.place(self._tensors(key))) as temporary:
             temporary.unlink()
-            try:
-                os.link(source, temporary, follow_symlinks=False)
-            except OSError:  # not every file system can
-                shutil.copyfile(source, temporary, follow_symlinks=False)
+            second_name(source, temporary)
 
     def drop(self) -> None:
         """Deletes all that is here."""

@@ -9,6 +9,7 @@ line or group does not count, and the next write cuts it.
 import json
 import math
 import os
+import shutil
 import stat
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -97,6 +98,14 @@ def new_file(path: Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
             raise
         _sync(path.parent)
+
+
+def second_name(source: Path | str, other: Path | str) -> None:
+    """Gives a file that is never written into a second name; where that cannot be, copies it."""
+    try:
+        os.link(source, other, follow_symlinks=False)
+    except OSError:  # not every file system can
+        shutil.copyfile(source, other, follow_symlinks=False)
 
 
 def append_together(path: Path, lines: Sequence[str]) -> None:

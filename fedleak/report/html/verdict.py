@@ -249,7 +249,7 @@ def _what_was_read(
     noun, source = SEEN[extent.sees]
     updates = counted(extent.attacked, noun) + source
     if leakage is None:
-        why = f"no attack gave an answer for any of {updates}"
+        why = f"no attack named a text or a word of any of {updates}"
         if any(attack.unscored for attack in attacks.values()):
             why = f"attacks gave answers for {updates}, but what clients trained on is not here"
         return f"How much {who[0].lower()}{who[1:]} could read was not measured: {why}."
