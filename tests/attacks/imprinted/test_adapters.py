@@ -143,6 +143,10 @@ def test_honest_adapters_noise_and_as_many_texts_as_ranks_give_nothing(
     seen = replace(truth.seen, update=replace(truth.seen.update, tensors=noisy))
     assert ask(seen, changed).status == Status.ABSTAINED
     assert ask(observe(changed, texts[:8]).seen, changed).status == Status.ABSTAINED
+    # A span of two directions, in which no word lies.
+    rows_OR = torch.randn(48, 2, generator=rng) @ torch.randn(2, 6, generator=rng)
+    seen = replace(seen, update=replace(seen.update, tensors={**noisy, VALUE_B: rows_OR}))
+    assert ask(seen, changed).status == Status.ABSTAINED
     honest = adapted(small)
     assert ask(observe(honest, texts[:2]).seen, honest).status == Status.ABSTAINED
 
