@@ -131,7 +131,7 @@ def test_every_defense_does_what_it_says(model, algorithm):
         else:
             assert first == DIFFERS
         noisy = ("gaussian_noise", "laplace_noise")
-        number = {"dp_sgd": 7, "local_dp": 5, "cast": 0, **dict.fromkeys(noisy, 2)}
+        number = {"dp_sgd": 8, "local_dp": 6, "cast": 0, **dict.fromkeys(noisy, 2)}
         assert len(others) == number.get(each["kind"], 1)
     assert [f.claim for f in findings if f.defense == "the update"] == [
         "what is shared and trained is sent, and nothing else",
@@ -164,6 +164,7 @@ def test_a_server_that_is_trusted_with_the_noise_is_checked(algorithm, table):
         # 0.1 * 0.5 over two clients, and more where a count has noise of 0.1, too.
         f"the noise has standard deviation {0.02887 if table is ADAPTIVE else 0.025}",
         "the noise is normal, and independent from number to number",
+        "the ledger counts no more noise",
         "two runs of one round spend what one run of two does, and more",
         "a step without sampling spends no more",
     ]
@@ -471,6 +472,25 @@ def a_count_that_spends_nothing(patch):
     patch.setattr(AdaptiveClipping, "combined", combined)
 
 
+def a_ledger_of_more_noise(patch):
+    original = DpSgd.event
+
+    def event(self, *about):
+        counted = original(self, *about)
+        return dataclasses.replace(counted, noise_multiplier=1.3 * counted.noise_multiplier)
+
+    patch.setattr(DpSgd, "event", event)
+
+
+def a_ledger_of_clients_that_are_not_sampled(patch):
+    original = LocalDp.event
+
+    def event(self, *about):
+        return dataclasses.replace(original(self, *about), sampling_rate=0.5, sampling="Poisson")
+
+    patch.setattr(LocalDp, "event", event)
+
+
 def drawn(shapes, rng):
     return {name: torch.randn(shape, generator=rng) for name, shape in shapes.items()}
 
@@ -555,6 +575,7 @@ DRAWN = "each example is in a step with a probability of"
 MASKED = "% of the numbers are set to zero"
 ZEROS = "% of the numbers are zero"
 STEP = "a step without sampling spends no more than"
+COUNTED = "the ledger counts no more noise than there is"
 BROKEN = [
     (RELATIVE, noise_relative_to_the_largest_tensor, [NOISE]),
     (GAUSS, half_the_noise, [NOISE]),
@@ -608,6 +629,8 @@ BROKEN = [
     (DP_FTRL, noise_that_forgets_earlier_rounds, [NOISE]),
     (ADAPTIVE, a_count_with_the_same_noise_in_each_round, ["the next clipping norm has noise"]),
     (ADAPTIVE, a_count_that_spends_nothing, [NOISE]),
+    (DP_SGD, a_ledger_of_more_noise, [COUNTED]),
+    (LOCAL_DP, a_ledger_of_clients_that_are_not_sampled, [COUNTED]),
 ]
 
 

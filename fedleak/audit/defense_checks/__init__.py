@@ -25,7 +25,7 @@ from fedleak.audit.defense_checks.bench import (
     trained_on,
 )
 from fedleak.audit.defense_checks.combined_updates import combines
-from fedleak.audit.defense_checks.privacy import guarantees, measured
+from fedleak.audit.defense_checks.privacy import counts, guarantees, measured
 from fedleak.audit.defense_checks.sampling import draws
 from fedleak.audit.defense_checks.sent_update import changes, keeps
 from fedleak.config.checks import check_defenses
@@ -129,6 +129,7 @@ def check(experiment: Experiment, sizes: Sequence[int] | None = None) -> list[Fi
             combines(bench) if isinstance(bench.defense, TrustedAggregator) else changes(bench),
             keeps(bench),
             draws(bench),
+            counts(bench),
             guarantees(bench),
             measured(bench, experiment, client),
         )

@@ -48,6 +48,31 @@ def guarantees(bench: Bench) -> Iterator[Test]:
     )
 
 
+def counts(bench: Bench) -> Iterator[Test]:
+    """Tests that the ledger counts no more noise than there is, and no sampling that is not there.
+
+    The noise itself, and by how much an example or a client moves what is sent, other tests measure
+    against the same claims.
+    """
+    event, claims = bench.defense.event(bench.local, bench.num_examples, 1), bench.claims
+    if event is None:
+        return
+    scale, moved = claims.noise_scale or 0.0, claims.example_norm
+    if event.unit == "client":
+        # Any two updates that are no longer than the norm are at most twice as far apart.
+        moved = (2.0 if event.neighbouring.startswith("replace") else 1.0) * (claims.max_norm or 0)
+    if isinstance(bench.defense, TrustedAggregator):
+        scale, moved = 2 * bench.defense.noise_on_mean(2), claims.client_norm
+    there = scale / moved if moved else 0.0
+    unsampled = event.unit == "example" or event.sampling_rate == 1.0
+    yield (
+        "the ledger counts no more noise than there is, and clients in every round",
+        event.noise_multiplier <= there * (1 + 1e-9) and unsampled,
+        f"a noise multiplier of {event.noise_multiplier:.4g} of {there:.4g}, a sampling rate of "
+        f"{event.sampling_rate:.3g}",
+    )
+
+
 def measured(bench: Bench, experiment: Experiment, client: int) -> Iterator[Test]:
     """Tests by canaries that a step spends no more than its event says.
 
