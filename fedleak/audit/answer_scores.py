@@ -36,6 +36,12 @@ _text = lru_cache(maxsize=rouge.PAIRS)(text_of)
 """Controls meet the same texts again and again."""
 
 
+@lru_cache(maxsize=rouge.PAIRS)
+def _content(ids: tuple[int, ...], special: frozenset[int]) -> tuple[int, ...]:
+    """Returns token ids without those that are no content."""
+    return tuple(token for token in ids if token not in special)
+
+
 @dataclass(frozen=True)
 class TextPair:
     """A private text and what an attack made of it; None where it has no answer for it."""
@@ -88,13 +94,10 @@ class _Match(NamedTuple):
 def _match(
     answers: Sequence[Sequence[int]], truths: Sequence[Sequence[int]], model: LanguageModel
 ) -> _Match:
-    special = model.special_ids()
-
-    def content(sequences: Iterable[Sequence[int]]) -> list[tuple[int, ...]]:
-        return [tuple(t for t in sequence if t not in special) for sequence in sequences]
-
-    answers = counted(answers, len(truths), model)
-    answer_ids, truth_ids = content(answers), content(truths)
+    special, answers = model.special_ids(), counted(answers, len(truths), model)
+    answer_ids, truth_ids = (
+        [_content(tuple(ids), special) for ids in of_all] for of_all in (answers, truths)
+    )
     answer_texts, truth_texts = (
         [_text(model.tokenizer, ids) for ids in of_all] for of_all in (answer_ids, truth_ids)
     )

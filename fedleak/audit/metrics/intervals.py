@@ -7,7 +7,9 @@ Texts that all go one way say little if they are of one client, however many the
 for what is independent, such as the held-out texts that a model is scored on.
 """
 
+import math
 from collections.abc import Sequence
+from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
@@ -34,10 +36,12 @@ class Interval(NamedTuple):
 
 def wilson(successes: int, trials: int) -> Interval:
     """Returns a share of *independent* trials with its Wilson interval."""
-    from scipy.stats import binomtest  # it takes half a second to import
-
-    interval = binomtest(successes, trials).proportion_ci(0.95, method="wilson")
-    return Interval(successes / trials, float(interval.low), float(interval.high))
+    share, z = successes / trials, NormalDist().inv_cdf(1 - MISS)
+    shrunk = z * z / trials
+    middle = (share + shrunk / 2) / (1 + shrunk)
+    half = math.sqrt(shrunk * share * (1 - share) + shrunk**2 / 4) / (1 + shrunk)
+    low = middle - half if successes else 0.0
+    return Interval(share, low, middle + half if successes < trials else 1.0)
 
 
 def clustered_mean(
