@@ -142,6 +142,7 @@ def make_copies(run: Run, experiment: Experiment) -> Experiment | None:
 
 
 def _make(run: Run, control: Run, plain: Experiment, keys: Sequence[Key]) -> None:
+    torch.set_num_threads(1)  # so that sums have one order
     round = keys[0].round
     broadcast, local = run.model_sent(round).read_model(round), plain.local_training
     mode = plain.mode_in(round)

@@ -335,7 +335,9 @@ def test_a_copy_takes_the_steps_of_its_own_texts(tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", experiment, [truth_of(1, 0, sequences)], num_labels=2)
     model = loading.load(experiment.model_spec(2))
     run.models.write(1, model.parameters())
+    torch.set_num_threads(2)
     plain = make_copies(run, experiment)
+    assert torch.get_num_threads() == 1
     knowledge = control_of(run).captures.about(Key(1, 0)).knowledge
     copy = read_truth(control_of(run), Key(1, 0))
     assert copy is not None
