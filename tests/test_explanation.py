@@ -33,12 +33,14 @@ def test_every_attack_is_in_it_and_those_of_the_file_are_marked():
     found = explained(attack=[{"kind": "dlg", "name": "mine"}])
     assert {one.name for one in found.attacks} == (attacks.kinds().keys() - {"dlg"}) | {"mine"}
     assert {one.name for one in found.attacks if one.listed} == {"probes", "mine"}
-    # What runs somebody's program does not know which, and an honest server imprints nothing.
+    # What runs somebody's program does not know which, an honest server imprints nothing, and
+    # a classifier's text has no next token.
     assert {one.name for one in found.attacks if one.reason} == {
         "adapter_imprint",
         "command",
         "decepticons",
         "imprint",
+        "state_pursuit",
     }
 
 

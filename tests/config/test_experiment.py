@@ -126,7 +126,7 @@ BAD = [
         [
             "attack[0].kind is missing",
             "dager, decepticons, dlg, imprint, keyspan, lamp, maximum_likelihood, membership, "
-            "position_marginals, probes, query_gradients, tag",
+            "position_marginals, probes, query_gradients, state_pursuit, tag",
         ],
     ),
     ({"attack": "dager"}, ["attack = 'dager'", "list"]),

@@ -31,11 +31,15 @@ from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.attacks.subspace.answer import Reading
 from fedleak.attacks.subspace.dager import Dager
 from fedleak.attacks.subspace.keyspan import Keyspan
+from fedleak.attacks.subspace.state_pursuit import StatePursuit
 from fedleak.models import CLASSIFICATION, LanguageModel, absolute
 from fedleak.models import prior as priors
+from fedleak.models.family import lora_a
 from fedleak.training.observation import Observation
 
-Single = PositionMarginals | MaximumLikelihood | QueryGradients | Keyspan | Dager | Lamp
+Single = (
+    PositionMarginals | MaximumLikelihood | QueryGradients | Keyspan | Dager | StatePursuit | Lamp
+)
 
 ENSEMBLE: tuple[tuple[Single, str], ...] = (
     (PositionMarginals(), "reads a single text from both embeddings, in closed form"),
@@ -43,6 +47,10 @@ ENSEMBLE: tuple[tuple[Single, str], ...] = (
     (Keyspan(), "reads sentences from the attention of layer 1, and proves them one by one"),
     (QueryGradients(), "reads long texts of a batch, each from the gradient at one word's query"),
     (Dager(), "reads sequences from the spans of layers 1 and 2"),
+    (
+        StatePursuit(),
+        "reads a decoder's texts from adapters, and from what Adam makes of gradients",
+    ),
     (Lamp(), "matches the gradient of what is left, beginning with what the others found"),
 )
 """Cheapest first: the next is asked only where those before proved no whole batch.
@@ -59,6 +67,9 @@ _NOISY = 0.75
 
 _LONG_TEXTS = 0.5
 """Share of the time of an attack on spans that the one on queries may take."""
+
+_ADAPTER = lora_a("")
+"""How the name of an adapter's first matrix ends."""
 
 _READ = 2
 """Sequences of one attack that are compared with those of others, for each text of the batch."""
@@ -138,7 +149,7 @@ class Auto(OneByOne):
     """
 
     kind: ClassVar[str] = "auto"
-    version: ClassVar[int] = 9
+    version: ClassVar[int] = 10
     slow: ClassVar[bool] = True
     uses: ClassVar[frozenset[str]] = Lamp.uses | {"noise_scale"}
     seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 120.0
@@ -251,6 +262,10 @@ class _Attempt:
             return single  # of a batch it guesses which words belong together: others do it better
         if isinstance(attack, QueryGradients):
             return not single  # the closed form reads one text, and proves it
+        if isinstance(attack, StatePursuit):
+            # Gradients of whole matrices have a span, which tells more.
+            adapted = any(name.endswith(_ADAPTER) for name in self._seen.update.tensors)
+            return adapted or not certificate.is_linear(self._seen)
         if isinstance(attack, MaximumLikelihood):
             # Where there is no noise the others prove what they read.
             known = certificate.is_linear(self._seen)
@@ -465,6 +480,10 @@ def read_with(
     if isinstance(attack, Dager):
         answer = attack(seen, model, rng=rng, on_progress=on_progress)
         return Reading(answer, answer.sequences or ())
+    if isinstance(attack, StatePursuit):
+        answer = attack(seen, model, rng=rng, on_progress=on_progress)
+        end = len(frame(model).last)
+        return Reading(answer, tuple(ids[: len(ids) - end] for ids in answer.sequences or ()))
     whole = replace(
         clues, sequences=tuple(certificate.close(model, ids) for ids in clues.sequences)
     )

@@ -19,8 +19,11 @@ from fedleak.attacks.matching.batch_structure import NO_CLUES, Clues
 from fedleak.attacks.matching.lamp import Lamp
 from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.attacks.subspace.answer import Reading
+from fedleak.attacks.subspace.state_pursuit import StatePursuit
 from fedleak.defenses.gaussian_noise import GaussianNoise
 from fedleak.models import CAUSAL_LM
+from fedleak.models.lora import Lora, adapt_
+from fedleak.training.recipe import Recipe
 from fedleak.util.rng import stream
 
 pytestmark = pytest.mark.core
@@ -83,6 +86,21 @@ def test_nobody_is_asked_after_a_proof(small, observe, asked, built, kinds):
     assert sorted(answer.sequences) == sorted(truth.sequences)
     assert answer.diagnostics["from"] == kinds * 2
     assert answer.diagnostics["version"] == Auto.version
+
+
+def test_states_are_pursued_where_no_gradient_of_a_whole_weight_is_seen(small, observe):
+    model = small("llama", CAUSAL_LM)
+    plain = observe(model, 1).seen
+    adam = replace(plain, knowledge=replace(plain.knowledge, recipe=Recipe(optimiser="adam")))
+    adapt_(model.module, Lora(2, 4.0), model.family.classifier)
+    adapted = observe(model, 1).seen
+    suited = [
+        auto._Attempt(Auto(), seen, model, stream(0, "auto"), lambda progress: None)._suits(
+            StatePursuit()
+        )
+        for seen in (plain, adam, adapted)
+    ]
+    assert suited == [False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -283,6 +301,7 @@ def test_the_plan_names_every_attack_and_why_it_is_out(small, observe):
         ("keyspan", True),
         ("query_gradients", False),
         ("dager", True),
+        ("state_pursuit", True),
         ("lamp", True),
     ]
     assert "rotary" in plan[0].obstacle

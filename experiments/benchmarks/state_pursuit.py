@@ -1,0 +1,112 @@
+"""What `state_pursuit` reads from steps of AdamW on adapters, and how much of it replay proves.
+
+    python experiments/benchmarks/state_pursuit.py --model FOLDER --texts FILE [--rank 8]
+
+FILE has a text on each line. The adapters are first trained on other texts, as in earlier rounds.
+Beside the tokens that are read stand those that the answer to another client's update has of them.
+"""
+
+import argparse
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from fedleak.attacks import replay
+from fedleak.attacks.subspace.state_pursuit import StatePursuit
+from fedleak.models import CAUSAL_LM, LanguageModel, ModelSpec, load_parameters_, loading
+from fedleak.models.lora import Lora
+from fedleak.training.local import local_update_
+from fedleak.training.observation import Knowledge, Observation, UpdateKind
+from fedleak.training.recipe import Recipe
+from fedleak.training.settings import LocalTraining
+from fedleak.util.rng import stream
+
+EARLIER = LocalTraining(
+    kind=UpdateKind.DELTA,
+    batch_size=8,
+    epochs=1,
+    learning_rate=2e-4,
+    dropout=False,
+    recipe=Recipe(optimiser="adamw"),
+)
+WARM = 160
+"""Texts of earlier rounds."""
+
+
+def main() -> None:
+    """Prints a line for each client, and the totals."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--texts", required=True, type=Path)
+    parser.add_argument("--rank", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("--clients", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    lora = Lora(options.rank, 2 * options.rank)
+    model = loading.load(ModelSpec(name=options.model, task=CAUSAL_LM, num_labels=2, lora=lora))
+    lines = [line.strip() for line in options.texts.read_text().splitlines()]
+    lines = [line for line in lines if 6 <= len(line.split()) <= 24]
+    random.Random(options.seed).shuffle(lines)
+    of_client = options.batch * options.steps
+    texts = [tuple(ids) for ids in model.encode(lines[: WARM + options.clients * of_client])]
+    local_update_(model, texts[:WARM], [0] * WARM, EARLIER, seed=1)
+    how = replace(EARLIER, batch_size=options.batch, learning_rate=5e-5)
+    exact = proved = 0
+    own_share = other_share = 0.0
+    before: Sequence[tuple[int, ...]] = ()
+    for client in range(options.clients):
+        own = texts[WARM + client * of_client :][:of_client]
+        seen = _sent(model, own, how)
+        begin = time.process_time()
+        answer = StatePursuit()(seen, model, rng=stream(options.seed, "attack", client))
+        seconds = time.process_time() - begin
+        sequences = answer.sequences or ()
+        replayed = replay.replay(model, sequences, seen)
+        right = len({*own} & {*sequences})
+        certain = replayed is not None and replayed.verified
+        exact, proved = exact + right, proved + certain
+        own_share += _share(own, sequences)
+        other_share += _share(own, before)
+        before = sequences
+        share, verdict = _share(own, sequences), "proved" if certain else "not proved"
+        line = f"{right} of {len(own)} exact, {100 * share:.0f} % of tokens, {verdict}"
+        print(f"{client}: {line}, {seconds:.1f} CPU-s", flush=True)
+    clients = options.clients
+    print(
+        f"{exact} of {clients * of_client} texts exact, {proved} of {clients} updates proved, "
+        f"{100 * own_share / clients:.0f} % of tokens, of another update's answer "
+        f"{100 * other_share / max(1, clients - 1):.0f} %"
+    )
+
+
+def _sent(model: LanguageModel, own: Sequence[tuple[int, ...]], how: LocalTraining) -> Observation:
+    """Returns the update of a client; the model stays as it is."""
+    before = {name: value.clone() for name, value in model.parameters().items()}
+    update = local_update_(model, own, [0] * len(own), how, seed=3)
+    load_parameters_(model, before)
+    known = Knowledge(
+        learning_rate=how.learning_rate,
+        local_steps=how.steps(len(own)),
+        local_epochs=1,
+        dropout=False,
+        recipe=how.recipe,
+    )
+    return Observation(round=2, client=0, update=update, knowledge=known)
+
+
+def _share(own: Sequence[tuple[int, ...]], answer: Sequence[tuple[int, ...]]) -> float:
+    """Returns the share of the tokens of texts, special ones left out, that an answer has."""
+    told = {token for ids in answer for token in ids}
+    tokens = [token for ids in own for token in ids[1:-1]]
+    return sum(token in told for token in tokens) / len(tokens)
+
+
+if __name__ == "__main__":
+    main()
