@@ -20,7 +20,7 @@ simultaneous orthogonal matching pursuit does (Tropp, Gilbert and Strauss 2006).
   a token at a time. A token that explains much also explains some of it in a wrong place. So
   prefixes are compared as in phrase-based translation (Koehn 2004): by what they explain, the log
   probability that the model itself gives them, and a share of what the tokens that are left have
-  explained where they fitted best. The passes know these better and better.
+  explained where they fitted best. A second pass knows that better.
 - **Batches.** What a text explains is taken from the rows, and the next text is sought.
 
 Nothing of this is a proof. Making the client's steps again (`replay`), or recomputing the
@@ -334,7 +334,7 @@ class _Search:
         return bases
 
     def _begin(self) -> Beam:
-        """Returns the beam of what every text begins with, or of all first tokens."""
+        """Returns the beam of what every text begins with; of nothing, where that differs."""
         count = len(self._most_V)
         empty = Beam(
             prefixes=((),),
@@ -409,8 +409,8 @@ class _Search:
         for rows_S in torch.arange(len(next_BJ), device=next_BJ.device).tensor_split(
             -(-len(next_BJ) * count // _AT_ONCE)
         ):
-            each_N = rows_S.repeat_interleave(count)
-            cache = [(keys[each_N], values[each_N]) for keys, values in beam.cache]
+            rows_N = rows_S.repeat_interleave(count)
+            cache = [(keys[rows_N], values[rows_N]) for keys, values in beam.cache]
             ids_N1 = next_BJ[rows_S].flatten()[:, None]
             states_LN1D, _, _ = _run(self._model, self._modules, ids_N1, cache)
             for number, layer in enumerate(self._layers):
