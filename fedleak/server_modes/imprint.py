@@ -165,7 +165,9 @@ def not_trained(names: Iterable[str], setting: ModeSetting, model: LanguageModel
             "mode = 'adapter_imprint'"
         )
     first = model.family.modules(0)["f"][0]
-    return None if first in setting.sent else f"reads {first}, and clients send none: update.share"
+    if first not in setting.sent:
+        return f"reads {first}, and clients send none: see update.share"
+    return None
 
 
 class Planted(NamedTuple):

@@ -261,6 +261,11 @@ class _Search:
     ) -> None:
         self._model, self._layers, self._explained = model, layers, explained
         self._change, self._width = change, width
+        weight, length = (
+            math.hypot(*(float(tensors[name].norm()) for name in change))
+            for tensors in (model.trained(), change)
+        )
+        self._step = _STEP * weight / length
         self._modules = [layer.module for layer in layers]
         self._first = _first(model)
         self._longest = min(longest, model.max_length - len(certificate.close(model, ())))
@@ -382,14 +387,7 @@ class _Search:
         models a step along the update and a step against it.
         """
         ids_BT = torch.tensor(beam.prefixes, device=self._model.device)
-        weights = self._model.trained()
-        size, length = (
-            math.hypot(*(float(tensors[name].norm()) for name in self._change))
-            for tensors in (weights, self._change)
-        )
-        after_BV, before_BV = (
-            self._moved_by(way * _STEP * size / length, ids_BT) for way in (1, -1)
-        )
+        after_BV, before_BV = (self._moved_by(way * self._step, ids_BT) for way in (1, -1))
         return after_BV - before_BV
 
     def _moved_by(self, factor: float, ids_BT: Tensor) -> Tensor:
@@ -565,12 +563,11 @@ def _left(rows_XAD: Tensor, basis_XKD: Tensor) -> Tensor:
     return rows_XAD - (rows_XAD @ basis_XKD.mT) @ basis_XKD
 
 
-def _unit(rest_XD: Tensor, of: Tensor | None = None) -> Tensor:
+def _unit(rest_XD: Tensor, of: Tensor) -> Tensor:
     """Returns directions of unit length, or zeros where hardly anything is left of a state."""
     norm_X1 = rest_XD.norm(dim=-1, keepdim=True)
-    whole_X1 = norm_X1 if of is None else of.norm(dim=-1, keepdim=True)
     unit_XD = rest_XD / norm_X1.clamp_min(_EXACT)
-    return torch.where(norm_X1 > _ALONG * whole_X1, unit_XD, 0)
+    return torch.where(norm_X1 > _ALONG * of.norm(dim=-1, keepdim=True), unit_XD, 0)
 
 
 def _nats(left_XAD: Tensor, unit_XJD: Tensor) -> Tensor:

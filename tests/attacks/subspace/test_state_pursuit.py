@@ -1,3 +1,4 @@
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -6,8 +7,11 @@ import pytest
 import torch
 
 from fedleak.attacks import replay
+from fedleak.attacks.certificate import as_gradient
+from fedleak.attacks.clock import Clock
 from fedleak.attacks.reconstruction import Status
 from fedleak.attacks.subspace import state_pursuit
+from fedleak.attacks.subspace.answer import Judged
 from fedleak.attacks.subspace.state_pursuit import StatePursuit
 from fedleak.models import CAUSAL_LM, ModelSpec, load_parameters_, loading
 from fedleak.models.lora import Lora, adapt_
@@ -56,10 +60,10 @@ def nats(model, seen, ids):
     """What a text explains of an update, token by token."""
     layers = state_pursuit._layers(seen, model, stream(0, "texts"))
     nothing = [layer.whiten_DD.new_empty(0, len(layer.whiten_DD)) for layer in layers]
-    search = state_pursuit._Search(model, layers, nothing, {}, 1, 64)
-    begun = search._begin()
-    whole = search._followed(begun, ids[len(search._first) :])
-    return float(whole.gain_B[0]), layers, whole
+    change = {name: -value for name, value in as_gradient(seen).items()}
+    search = state_pursuit._Search(model, layers, nothing, change, 4, len(ids))
+    whole = search._followed(search._begin(), ids[len(search._first) :])
+    return float(whole.gain_B[0]), layers, whole, search
 
 
 def test_of_signs_a_right_text_explains_more_than_another(adapted):
@@ -68,9 +72,18 @@ def test_of_signs_a_right_text_explains_more_than_another(adapted):
     assert nats(adapted, seen, own[:-1])[0] > nats(adapted, seen, other[:-1])[0] + 20
 
 
+def test_after_adam_numbers_count_by_the_size_of_the_states(adapted):
+    for layer in adapted.module.model.layers:  # sizes that differ, as in trained models
+        layer.input_layernorm.weight.data = torch.logspace(-1.5, 1.5, adapted.hidden_size)
+    (own,) = adapted.encode(["she told us that"])
+    seen = sent(adapted, [own])
+    undivided = replace(seen, knowledge=replace(seen.knowledge, recipe=None))
+    assert nats(adapted, seen, own[:-1])[0] > nats(adapted, undivided, own[:-1])[0]
+
+
 def test_what_is_explained_is_that_of_least_squares(adapted):
     (own,) = adapted.encode(["she told us that"])
-    _, layers, whole = nats(adapted, sent(adapted, [own]), own[:-1])
+    _, layers, whole, _ = nats(adapted, sent(adapted, [own]), own[:-1])
     modules = [layer.module for layer in layers]
     with torch.no_grad():
         states, _, _ = state_pursuit._run(adapted, modules, torch.tensor([own[:-1]]), ())
@@ -80,6 +93,35 @@ def test_what_is_explained_is_that_of_least_squares(adapted):
         fit = torch.linalg.lstsq(white_TD.T, rows_AD.T).solution
         rest_AD = rows_AD - fit.T @ white_TD
         assert float(left_1AD[0].norm()) == pytest.approx(float(rest_AD.norm()), rel=1e-3)
+
+
+def test_an_update_makes_likelier_what_it_was_trained_on(adapted):
+    (own,) = adapted.encode(["she told us that nobody knows it all"])
+    *_, search = nats(adapted, sent(adapted, [own]), own[:-1])
+    places = []
+    with torch.no_grad():
+        beam = search._begin()
+        for token in own[len(search._first) : -1]:
+            likelier_V = search._made_likelier(beam)[0]
+            places.append(float((likelier_V < likelier_V[token]).float().mean()))
+            beam = search._followed(beam, [token])
+    # By chance places are uniform: three deviations of their mean.
+    assert sum(places) / len(places) > 0.5 + 3 * (12 * len(places)) ** -0.5
+
+
+def test_a_wrong_word_a_missing_one_and_two_exchanged_are_mended(small, observe):
+    model = small("llama", CAUSAL_LM, layers=3, width=48)
+    seen = observe(model, ["she told us that"]).seen  # of one exact gradient
+    (own,) = model.encode(["she told us that"])
+    own = tuple(own[:-1])
+    *_, search = nats(model, seen, own)
+    wrong, missing = (*own[:2], own[2] + 1, *own[3:]), (*own[:3], *own[4:])
+    exchanged = (*own[:2], own[3], own[2], *own[4:])
+    with torch.no_grad():
+        for ids in (wrong, missing, exchanged):
+            begun = search._followed(search._begin(), ids[len(search._first) :])
+            text = Judged(ids, -float(begun.scores[0]), math.inf)
+            assert search.mended(text, Clock(None)).ids == own
 
 
 def test_nats_are_those_of_the_share_that_is_explained():
