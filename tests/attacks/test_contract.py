@@ -181,6 +181,14 @@ def run(attack, seen, model):
     return answer
 
 
+def assert_same(answer, other):
+    """LAPACK rounds by where numbers lie in memory: the last digits of evidence, nothing else."""
+    if answer is not None and other is not None:
+        assert answer.evidence == pytest.approx(other.evidence, rel=1e-12, abs=1e-15)
+        answer = replace(answer, evidence=other.evidence)
+    assert answer == other
+
+
 @over(("who", "built", "update"), meeting(with_facts(ALL), MODELS, list(UpdateKind)))
 def test_an_honest_update_is_answered_well_twice_and_left_alone(small, observe, who, built, update):
     (kind, facts), model = who, small(*built, width=32)
@@ -190,7 +198,7 @@ def test_an_honest_update_is_answered_well_twice_and_left_alone(small, observe, 
     weights = {name: value.clone() for name, value in model.parameters().items()}
     answer = run(attack, seen, model)
     state = torch.get_rng_state()
-    assert run(attack, seen, model) == answer
+    assert_same(run(attack, seen, model), answer)
     assert torch.equal(torch.get_rng_state(), state), "draws from the global stream"
     for name, value in model.module.named_parameters():
         assert torch.equal(value, weights[name])
@@ -256,7 +264,8 @@ def test_facts_that_it_does_not_use_change_nothing(small, observe, kind, built):
     attack, model = quick(kind), small(*built, width=32)
     truth = observe(model, 2, max_length=6)
     unused = [fact for fact in GRANTED if fact not in attack.uses]
-    assert run(attack, granting(truth.seen, truth, unused), model) == run(attack, truth.seen, model)
+    told = run(attack, granting(truth.seen, truth, unused), model)
+    assert_same(told, run(attack, truth.seen, model))
 
 
 @over(("kind", "part", "built"), [*meeting(ALL, PARTS, MODELS), *KEPT])
