@@ -9,19 +9,32 @@ are not finished are left out, and counted.
 """
 
 import argparse
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
 from fedleak.cli.mistakes import mended
 from fedleak.cli.sweeps import sweep as run_sweep
 from fedleak.config.families import FAMILY, UNDEFENDED
-from fedleak.report.drawings import common as drawing
-from fedleak.report.drawings.common import COLOURS, GREY
+from fedleak.report.drawings.chart import (
+    COLOURS,
+    INK,
+    MEASURES,
+    NO_ANSWER,
+    NOWHERE,
+    PER_CENT,
+    TOGETHER,
+    Chart,
+    Row,
+    Series,
+    numbers,
+    panel,
+    present,
+    span,
+    write,
+)
 from fedleak.report.marked_pages import above
 from fedleak.report.words import interval
 from fedleak.running import sweep
@@ -29,14 +42,9 @@ from fedleak.store.run import EVERYONE
 from fedleak.store.summaries import (
     CanaryBound,
     CellSummary,
-    Estimate,
     MembershipFigures,
     SweepSummary,
 )
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 HERE = Path(__file__).parent
 FILE = HERE / "where-each-dies.toml"
@@ -60,6 +68,13 @@ ATTACKS, CANARIES = "attacks", "canaries"
 NO_NOISE = 1e-7
 """Where the cell without a defense is drawn: a log axis has no 0."""
 
+BOUNDS: Mapping[str, Callable[[CanaryBound], float | None]] = {
+    "canaries: at least, if the noise is Gaussian": lambda bound: bound.gaussian,
+    "canaries: at least, f-DP": lambda bound: bound.f_dp,
+    "canaries: at least, assuming nothing": lambda bound: bound.epsilon_delta,
+}
+"""Kinds of lower bounds, by what the drawing calls them."""
+
 Cells = Mapping[float, CellSummary]
 """Finished cells of a family by their noise multiplier, in its order."""
 
@@ -82,11 +97,7 @@ def main() -> int:
             attacks, canaries = (finished(collected, name) for name in (ATTACKS, CANARIES))
             missing = sum(cell.status != "finished" for cell in collected.cells)
             picture = args.out.with_suffix(".svg")
-            drawing.save(
-                collected.name,
-                lambda: figure(attacks, canaries) if attacks and canaries else None,
-                picture,
-            )
+            write(figure(attacks, canaries) if attacks and canaries else None, picture)
             page = "\n".join([written_above, *markdown(attacks, canaries, missing), ""])
             args.out.write_text(page, encoding="utf-8")
             print(f"drawing: {picture}\npage: {args.out}")
@@ -120,90 +131,94 @@ def together(cell: CellSummary) -> CanaryBound | None:
     return next((each for each in bounds if each.client == EVERYONE), None)
 
 
-def figure(attacks: Cells, canaries: Cells) -> "Figure":
+def figure(attacks: Cells, canaries: Cells) -> Chart:
     """Returns three panels above each other, with one axis of noise."""
-    from matplotlib.figure import Figure
+    worst = {sigma or NO_NOISE: cell.worst_case for sigma, cell in attacks.items()}
+    told = {sigma or NO_NOISE: who_was_in(cell) for sigma, cell in attacks.items()}
+    exact, rouge, _ = MEASURES
+    control = "ROUGE-L with another client's update"
+    read = [
+        {"x": sigma, "series": measure.heading, **span(measure.value(case), measure.scale)}
+        for sigma, case in worst.items()
+        for measure in (exact, rouge)
+    ]
+    beside = [
+        {"x": sigma, "y": rouge.beside(case, rouge.control), "series": control}
+        for sigma, case in worst.items()
+    ]
+    nothing = [
+        {"x": sigma, "y": NOWHERE, "series": NO_ANSWER}
+        for sigma, case in worst.items()
+        if exact.value(case) is None
+    ]
+    score = f"AUC of the score {SCORE}"
+    areas = [
+        {"x": sigma, "series": score, **span(None if figures is None else figures.auc)}
+        for sigma, figures in told.items()
+    ]
+    chance = [{"y": 0.5, "series": "chance"}]
+    series = [
+        Series.numbered(exact.heading, 0, 0),
+        Series.numbered(rouge.heading, 1, 1),
+        Series(control),
+        Series(NO_ANSWER, shape="triangle-down"),
+        Series.numbered(score, 2, 2),
+        Series("chance", shape="stroke", dash=(2, 2)),
+        Series("accounted: at most", INK, "stroke"),
+        *(Series.numbered(name, 3 + i, 3 + i) for i, name in enumerate(BOUNDS)),
+        *(Series(f"{name}: nothing seen", COLOURS[3 + i]) for i, name in enumerate(BOUNDS)),
+    ]
+    bounds = [row for sigma, cell in canaries.items() for row in _bounds(sigma, together(cell))]
+    shown = present(series, read, beside, nothing, areas, chance, bounds)
+    of_lines = {"accounted: at most", *BOUNDS}
+    ends = [NO_NOISE, max(*attacks, *canaries)]
+    name = "noise multiplier of DP-SGD (leftmost: no defense)"
+    x = numbers(name, ends, log=True, format="~g")
+    y = numbers("epsilon, at delta 1e-5", log=True, format="~e")
+    below: Chart = {"width": 420}
+    return {
+        "vconcat": [
+            panel(
+                x,
+                PER_CENT | {"title": "what was read, worst case over attacks"},
+                shown,
+                points=[*read, *beside, *nothing],
+                lines=read,
+                **below,
+            ),
+            panel(
+                x,
+                numbers("who was in", [0, 1.05]),
+                shown,
+                points=areas,
+                lines=areas,
+                across=chance,
+                **below,
+            ),
+            panel(
+                x,
+                y,
+                shown,
+                points=bounds,
+                lines=[row for row in bounds if row["series"] in of_lines],
+                **below,
+            ),
+        ],
+        **TOGETHER,
+    }
 
-    made = Figure(figsize=(7.6, 7.2), layout="constrained")
-    reading, membership, epsilon = made.subplots(3, 1, sharex=True, height_ratios=[1, 1, 1.3])
-    noise = [sigma or NO_NOISE for sigma in attacks]
-    worst = [cell.worst_case for cell in attacks.values()]
-    exact, rouge, control = (
-        [None if of is None else getattr(of, name) for of in worst]
-        for name in ("exact_match", "rougeL", "control_rougeL")
-    )
-    _curve(reading, noise, exact, 100, 0, "texts read exactly, %")
-    _curve(reading, noise, rouge, 1, 1, "ROUGE-L")
-    means = [math.nan if of is None else of.mean for of in control]
-    reading.plot(noise, means, "x", color=GREY, label="ROUGE-L with another\nclient's update")
-    silent = [sigma for sigma, of in zip(noise, exact, strict=True) if of is None]
-    reading.plot(silent, [0] * len(silent), "v", color=GREY, label="no answer")
-    reading.set_ylim(-5, 105)
-    reading.set_ylabel("what was read,\nworst case over attacks")
-    areas = [None if of is None else of.auc for of in map(who_was_in, attacks.values())]
-    _curve(membership, noise, areas, 1, 2, f"AUC of the score\n{SCORE}")
-    membership.axhline(0.5, color=GREY, linestyle=":", linewidth=1, label="chance")
-    membership.set_ylim(0.0, 1.05)
-    membership.set_ylabel("who was in")
-    _draw_epsilon(epsilon, list(canaries), [together(cell) for cell in canaries.values()])
-    epsilon.set_xlabel("noise multiplier of DP-SGD")
-    ticks = [10.0**power for power in range(-6, 2)]
-    drawing.prepare_log_(epsilon, ticks, {NO_NOISE: UNDEFENDED})
-    for axes in (reading, membership, epsilon):
-        axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return made
 
-
-def _curve(
-    axes: "Axes",
-    noise: Sequence[float],
-    found: Sequence[Estimate | None],
-    scale: float,
-    style: int,
-    label: str,
-) -> None:
-    """Draws means with their 95 % intervals."""
-    mean, reach = drawing.error_bars(found, scale)
-    axes.errorbar(
-        noise,
-        mean,
-        yerr=reach,
-        label=label,
-        color=COLOURS[style],
-        marker=drawing.MARKERS[style],
-        linestyle=drawing.STYLES[style % len(drawing.STYLES)],
-        markersize=5,
-        linewidth=1.3,
-        elinewidth=0.9,
-        capsize=2.5,
-    )
-
-
-def _draw_epsilon(
-    axes: "Axes", noise: Sequence[float], bounds: Sequence[CanaryBound | None]
-) -> None:
-    """Draws what is accounted, and below it what is bounded; 0 as an empty mark at the bottom."""
+def _bounds(sigma: float, bound: CanaryBound | None) -> Iterator[Row]:
+    """Yields what is accounted, and below it what is bounded; a bound of 0 near the bottom."""
     # Batches are fixed, so canaries are not sampled, and every kind of bound is a number.
-    lines: Sequence[tuple[str, Callable[[CanaryBound], float | None], int]]
-    accounted = [math.nan if of is None else float(of.epsilon) for of in bounds]
-    axes.plot(noise, accounted, color="black", marker="_", label="accounted: at most")
-    lines = (
-        ("canaries: at least,\nif the noise is Gaussian", lambda of: of.gaussian, 3),
-        ("canaries: at least, f-DP", lambda of: of.f_dp, 4),
-        ("canaries: at least,\nassuming nothing", lambda of: of.epsilon_delta, 5),
-    )
-    for label, bound, style in lines:
-        values = [math.nan if of is None else bound(of) or 0.0 for of in bounds]
-        colour, marker = COLOURS[style], drawing.MARKERS[style]
-        seen = [value if value > 0 else math.nan for value in values]
-        axes.plot(noise, seen, color=colour, marker=marker, markersize=5, label=label)
-        nothing = [LEAST if value == 0 else math.nan for value in values]
-        axes.plot(noise, nothing, color=colour, marker=marker, markerfacecolor="none", linestyle="")
-    axes.set_yscale("log")
-    axes.set_ylim(LEAST / 2, None)
-    powers = range(-2, 13, 2)
-    axes.set_yticks([10.0**power for power in powers], [f"{10.0**power:g}" for power in powers])
-    axes.set_ylabel("epsilon, at delta 1e-5\n(empty, at the bottom: nothing seen)")
+    if bound is None:
+        return
+    yield {"x": sigma, "y": float(bound.epsilon), "series": "accounted: at most"}
+    for name, of in BOUNDS.items():
+        value = of(bound) or 0.0
+        yield {"x": sigma, "y": value or None, "series": name}
+        if not value:
+            yield {"x": sigma, "y": LEAST, "series": f"{name}: nothing seen"}
 
 
 def markdown(attacks: Cells, canaries: Cells, missing: int) -> Iterator[str]:

@@ -13,7 +13,8 @@ from rich.text import Text
 from fedleak.attacks.reconstruction import Status
 from fedleak.audit.answer_scores import Scored, TextPair
 from fedleak.cli.mistakes import mended
-from fedleak.report.drawings import figures, frontier, tradeoff
+from fedleak.report.drawings.chart import write
+from fedleak.report.drawings.sweeps import along_first_key, frontier, tradeoff
 from fedleak.report.tables.sweep import attacks_table
 from fedleak.report.terminal.run import print_run
 from fedleak.report.terminal.table import print_table
@@ -203,12 +204,10 @@ def test_what_others_wrote_is_inert_in_the_table_of_a_sweep():
         assert_inert(file.getvalue())
 
 
-# Names of this length leave the panels no room.
-@pytest.mark.filterwarnings("ignore:constrained_layout not applied")
 def test_what_others_wrote_is_inert_in_drawings(tmp_path):
     found = cells_of(HOSTILE, [{"kind": HOSTILE, HOSTILE: HOSTILE}], 3)
-    figures.draw(found, tmp_path / "sweep.svg")
-    tradeoff.draw_tradeoff(found, tmp_path / "tradeoff.svg")
+    write(along_first_key(found), tmp_path / "sweep.svg")
+    write(tradeoff(found), tmp_path / "tradeoff.svg")
     families = {"family": [{"kind": HOSTILE, "strength": HOSTILE}]}
     read = WorstCase(
         **dict.fromkeys(WorstCase.model_fields)
@@ -225,7 +224,7 @@ def test_what_others_wrote_is_inert_in_drawings(tmp_path):
         update={"values": {"family": families["family"][0]}, "worst_case": read}
     )
     of_families = SweepSummary(name=HOSTILE, axes=families, cells=(cell,), units={HOSTILE: HOSTILE})
-    frontier.draw_frontier(of_families, tmp_path / "frontier.svg")
+    write(frontier(of_families), tmp_path / "frontier.svg")
     for name in ("sweep.svg", "tradeoff.svg", "frontier.svg"):
         text = (tmp_path / name).read_text(encoding="utf-8")
         assert_inert(text)

@@ -3,7 +3,6 @@
 import io
 import itertools
 import json
-import math
 import os
 import re
 import signal
@@ -26,8 +25,8 @@ from fedleak.attacks.reconstruction import Status
 from fedleak.config.loading import load, parse
 from fedleak.config.tables import WorkersTable
 from fedleak.config.wording import difference
-from fedleak.report.drawings import common as drawing
-from fedleak.report.drawings import figures, tradeoff
+from fedleak.report.drawings import chart
+from fedleak.report.drawings.sweeps import along_first_key, axis_of, labels, tradeoff
 from fedleak.report.tables.sweep import attacks_table
 from fedleak.report.terminal.table import print_table
 from fedleak.running import preparation, sweep
@@ -645,14 +644,14 @@ def with_cells(found: SweepSummary, change: Callable[[int, CellSummary], CellSum
 
 def test_a_line_per_attack_and_combination_and_a_panel_per_measured_figure(tmp_path):
     axes = {"defense": [[], NOISE], "seed": [0, 1]}
-    figures.draw(collected(axes), tmp_path / "sweep.svg")
+    chart.write(along_first_key(collected(axes)), tmp_path / "sweep.svg")
     drawn = (tmp_path / "sweep.svg").read_text()
     for words in (
         "texts exact, %", "ROUGE-L", "tokens found, %", "no update", "dager, seed 0",
         "dager, seed 1", "probes, seed 1", "none", "gaussian_noise",
     ):  # fmt: skip
         assert f">{words}<" in drawn
-    figures.draw(collected(axes), tmp_path / "again.svg")
+    chart.write(along_first_key(collected(axes)), tmp_path / "again.svg")
     assert (tmp_path / "again.svg").read_text() == drawn
 
 
@@ -671,53 +670,57 @@ def test_a_line_per_attack_and_combination_and_a_panel_per_measured_figure(tmp_p
     ],
 )
 def test_the_x_axis_suits_the_values(values, scale):
-    assert figures.across_of(values).scale == scale
+    assert axis_of(values)[0] == scale
 
 
-def panels_of(monkeypatch, found: SweepSummary, path: Path) -> list[Any]:
-    """Draws a sweep and returns the panels."""
-    kept: list[Any] = []
-    monkeypatch.setattr(drawing, "legend", kept.append)
-    figures.draw(found, path / "sweep.svg")
-    return list(kept[0].axes)
+def rows_of(panel: dict[str, Any], mark: str, series: str) -> list[dict[str, Any]]:
+    """Returns the rows of a series that a mark draws in a panel."""
+    layers = [layer for layer in panel["layer"] if layer["mark"]["type"] == mark]
+    values = [row for layer in layers for row in layer["data"]["values"]]
+    return [row for row in values if row["series"] == series]
 
 
-def test_no_line_runs_through_a_cell_without_an_answer(tmp_path, monkeypatch):
+def x_axis(panel: dict[str, Any]) -> dict[str, Any]:
+    return next(layer["encoding"]["x"] for layer in panel["layer"])
+
+
+def test_no_line_runs_through_a_cell_without_an_answer():
     nothing = {"dager": summary(), "probes": summary()}
     found = with_cells(
         collected({"federation.batch_size": [1, 2, 4, 8]}),
         # The last one is not finished: nothing is known of an answer.
         lambda i, cell: changed(cell, attacks=(cell.attacks, nothing, cell.attacks, {})[i]),
     )
-    exact, *_ = panels_of(monkeypatch, found, tmp_path)
-    line, _, _ = exact.containers[0].lines
-    assert list(line.get_xdata()) == [1, 2, 4, 8]
-    assert [math.isnan(y) for y in line.get_ydata()] == [False, True, False, True]
-    assert line.get_linestyle() == "-"
-    [silent] = [each for each in exact.lines if each.get_label() == "no answer"]
-    assert (list(silent.get_xdata()), list(silent.get_ydata())) == ([2], [figures.NOWHERE])
-    assert silent.get_linestyle() == "None"
+    exact, *_ = along_first_key(found)["concat"]
+    line = rows_of(exact, "line", "dager")
+    assert [row["x"] for row in line] == [1, 2, 4, 8]
+    assert [row["y"] is None for row in line] == [False, True, False, True]
+    [no_answer] = rows_of(exact, "point", chart.silent("dager"))
+    assert (no_answer["x"], no_answer["y"]) == (2, chart.NOWHERE)
+    assert rows_of(exact, "line", chart.silent("dager")) == []
 
 
-def test_between_two_defenses_there_is_no_line(tmp_path, monkeypatch):
+def test_between_two_defenses_there_is_no_line():
     found = collected({"defense": [[], NOISE, [{"kind": "sign"}]]})
-    for panel in panels_of(monkeypatch, found, tmp_path):
-        assert {line.get_linestyle() for line in panel.lines} == {"None"}
-        places = [tuple(bars.lines[0].get_xdata()) for bars in panel.containers]
-        assert len(set(places)) == len(places)  # one beside the other
+    for panel in along_first_key(found)["concat"]:
+        assert "line" not in [layer["mark"]["type"] for layer in panel["layer"]]
+        shifts = {row["shift"] for row in rows_of(panel, "point", "dager")}
+        assert not shifts & {row["shift"] for row in rows_of(panel, "point", "probes")}
 
 
-def test_words_below_the_axis_do_not_overlap(tmp_path, monkeypatch):
+def test_words_below_the_axis_do_not_overlap():
     kinds = ("dp_sgd", "local_dp", "gaussian_noise", "laplace_noise")
     defenses = [[], *([{"kind": kind, "noise_multiplier": 1.0, "max_norm": 0.5}] for kind in kinds)]
-    for panel in panels_of(monkeypatch, collected({"defense": defenses}), tmp_path):
-        boxes = [label.get_window_extent() for label in panel.get_xticklabels()]
-        assert not [pair for pair in itertools.combinations(boxes, 2) if pair[0].overlaps(pair[1])]
+    for values, angle in ((defenses, -90), ([[], [{"kind": "sign"}]], 0)):
+        for panel in along_first_key(collected({"defense": values}))["concat"]:
+            x = x_axis(panel)
+            assert x["axis"]["labelAngle"] == angle
+            assert max(word.count("\n") for word in x["scale"]["domain"]) < 4  # of 60 pixels
 
 
 def test_nothing_measured_is_no_figure(tmp_path):
     nothing = with_cells(collected({"seed": [0]}), lambda _, cell: changed(cell, attacks={}))
-    figures.draw(nothing, tmp_path / "sweep.svg")
+    chart.write(along_first_key(nothing), tmp_path / "sweep.svg")
     assert not (tmp_path / "sweep.svg").exists()
 
 
@@ -778,7 +781,7 @@ set.defense = [{ kind = "sign" }]
     status, _, _ = call("sweep", "grid.toml", "--jobs", "1")
     assert status == 0
     drawn = (here / "runs" / "grid" / "frontier.svg").read_text()
-    for words in ("sign", "none", "texts exact, %", "MCC of the trained model"):
+    for words in ("sign", "undefended", "texts exact, %", "MCC of the trained model"):
         assert f">{words}<" in drawn
     status, _, _ = call("report", "runs/grid")
     assert status == 0
@@ -786,30 +789,29 @@ set.defense = [{ kind = "sign" }]
 
 
 def test_the_tradeoff_draws_each_attack_at_its_utility_and_at_its_epsilon(tmp_path):
-    figure = tradeoff.tradeoff(traded(*CLASSES))
-    assert figure is not None
-    by_utility, by_epsilon = figure.axes
-    none_at = by_epsilon.get_xticks()[-1]
-    assert [tick.get_text() for tick in by_epsilon.get_xticklabels()][-1] == "none"
-    assert by_epsilon.get_xlim()[1] > none_at > by_epsilon.get_xticks()[-2] >= 31.25
-    assert by_epsilon.get_xscale() == "log"
-    for axes, x in ((by_utility, [0.6, 0.5, 0.0]), (by_epsilon, [none_at, 31.25, 3.14159, 0.5])):
-        [bars] = axes.containers
-        assert bars.get_label() == "dager"  # probes read no texts
-        line, _, [intervals] = bars.lines
-        assert line.get_xdata() == pytest.approx(x)
-        assert line.get_ydata() == pytest.approx([10.0 * i for i in range(1, len(x) + 1)])
-        spans = [tuple(segment[:, 1]) for segment in intervals.get_segments()]
-        assert spans == [pytest.approx((9.0 * i, 12.0 * i)) for i in range(1, len(x) + 1)]
-        [control] = [line for line in axes.lines if line.get_label() == "no update"]
-        assert control.get_xdata() == pytest.approx(x)
-        assert set(control.get_ydata()) == {7.0}
-        assert sorted(text.get_text() for text in axes.texts) == list("1234")[: len(x)]
-    [reference] = [line for line in by_utility.lines if line.get_label() == "central, undefended"]
-    assert set(reference.get_xdata()) == {0.75}
-    assert by_utility.get_xlabel() == "MCC"
+    drawing = tradeoff(traded(*CLASSES))
+    assert drawing is not None
+    by_utility, by_epsilon, without = drawing["concat"]
+    x = x_axis(by_epsilon)
+    assert (x["title"], x["scale"]["type"]) == ("epsilon", "log")
+    for panel, read_at in (
+        (by_utility, {0.6: 1, 0.5: 2, 0.0: 3}),
+        (by_epsilon, {31.25: 2, 3.14159: 3, 0.5: 4}),
+        (without, {"none": 1}),
+    ):
+        drawn = rows_of(panel, "point", "dager")  # probes read no texts
+        assert {row["x"]: row["y"] for row in drawn} == {x: 10.0 * n for x, n in read_at.items()}
+        assert [(row["low"], row["high"]) for row in drawn] == [
+            (9.0 * n, 12.0 * n) for n in read_at.values()
+        ]
+        controls = rows_of(panel, "point", "no update")
+        assert {row["x"]: row["y"] for row in controls} == dict.fromkeys(read_at, 7.0)
+        texts = {row["x"]: row["text"] for row in rows_of(panel, "text", "dager")}
+        assert texts == {x: str(n) for x, n in read_at.items()}
+    [reference] = rows_of(by_utility, "rule", "central, undefended")
+    assert reference["x"] == 0.75
 
-    tradeoff.draw_tradeoff(traded(*CLASSES), tmp_path / "tradeoff.svg")
+    chart.write(drawing, tmp_path / "tradeoff.svg")
     drawn = (tmp_path / "tradeoff.svg").read_text()
     for words in (
         "MCC",
@@ -822,34 +824,31 @@ def test_the_tradeoff_draws_each_attack_at_its_utility_and_at_its_epsilon(tmp_pa
         "4: 3",
     ):
         assert f">{words}<" in drawn
-    tradeoff.draw_tradeoff(traded(*CLASSES), tmp_path / "again.svg")
+    chart.write(tradeoff(traded(*CLASSES)), tmp_path / "again.svg")
     assert (tmp_path / "again.svg").read_text() == drawn
 
 
 def test_without_a_guarantee_anywhere_there_is_no_axis_of_epsilons():
-    figure = tradeoff.tradeoff(traded("perplexity", [20.0, 9000.0], ["none"] * 2, [None] * 2))
-    assert figure is not None
-    [axes] = figure.axes
-    assert axes.get_xlabel() == "perplexity"
-    assert axes.get_xscale() == "log"
-    assert "$" not in "".join(tick.get_text() for tick in axes.get_xticklabels())
+    drawing = tradeoff(traded("perplexity", [20.0, 9000.0], ["none"] * 2, [None] * 2))
+    assert drawing is not None
+    [panel] = drawing["concat"]
+    assert (x_axis(panel)["title"], x_axis(panel)["scale"]["type"]) == ("perplexity", "log")
 
 
 def test_one_cell_with_utility_trades_nothing_off(tmp_path):
     path = tmp_path / "tradeoff.svg"
     path.touch()
-    tradeoff.draw_tradeoff(traded("mcc", [0.5, None], [1.0, 2.0], [1.0, 0.5]), path)
+    chart.write(tradeoff(traded("mcc", [0.5, None], [1.0, 2.0], [1.0, 0.5])), path)
     assert not path.exists()
-    tradeoff.draw_tradeoff(collected({"seed": [0, 1]}), path)  # of before there was a trade-off
-    assert not path.exists()
+    assert tradeoff(collected({"seed": [0, 1]})) is None  # of before there was a trade-off
 
 
 def test_labels_leave_out_what_is_the_same_in_all_cells():
     noise = [[], *([{"kind": "dp", "noise": each, "clip": 1.0}] for each in (0.5, 2.0))]
     cells = collected({"defense": noise, "seed": [3]}).cells
-    assert tradeoff.labels(cells) == ["none, 3", "dp noise=0.5, 3", "dp noise=2.0, 3"]
+    assert labels(cells) == ["none, 3", "dp noise=0.5, 3", "dp noise=2.0, 3"]
     once = collected({"defense": [[{"kind": "dp"}], noise[1]]}).cells
-    assert tradeoff.labels(once) == ["dp", "dp noise=0.5 clip=1.0"]
+    assert labels(once) == ["dp", "dp noise=0.5 clip=1.0"]
 
 
 def headings_and_first_line(collected: SweepSummary) -> dict[str, str]:
@@ -908,13 +907,12 @@ def test_an_attack_without_an_answer_is_drawn_below_zero_and_said_to_be():
         silent = {"dager": changed(cell.attacks["dager"], rougeL=None)}
         return changed(cell, attacks=cell.attacks | silent) if i == 1 else cell
 
-    figure = tradeoff.tradeoff(with_cells(traded(*CLASSES), silenced))
-    assert figure is not None
-    by_utility, by_epsilon = figure.axes
-    for axes, x in ((by_utility, 0.5), (by_epsilon, 31.25)):
-        (silent,) = [line for line in axes.lines if line.get_label() == "dager: no answer"]
-        assert (list(silent.get_xdata()), list(silent.get_ydata())) == ([x], [figures.NOWHERE])
-        assert figures.NOWHERE < 0
+    drawing = tradeoff(with_cells(traded(*CLASSES), silenced))
+    assert drawing is not None
+    by_utility, by_epsilon, _ = drawing["concat"]
+    for panel, x in ((by_utility, 0.5), (by_epsilon, 31.25)):
+        [no_answer] = rows_of(panel, "point", chart.silent("dager"))
+        assert (no_answer["x"], no_answer["y"]) == (x, chart.NOWHERE)
+        assert chart.NOWHERE < 0
     # One that reads no texts anywhere has no place in it.
-    labels = {line.get_label() for axes in figure.axes for line in axes.lines}
-    assert not [label for label in labels if "probes" in str(label)]
+    assert "probes" not in json.dumps(drawing)

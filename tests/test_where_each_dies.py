@@ -79,7 +79,7 @@ def test_page_and_drawing_are_of_the_runs(draw):
     assert float(rows[1][5]) == pytest.approx(bound.epsilon, rel=0.01)
     assert float(rows[1][6]) == pytest.approx(bound.gaussian, rel=0.01)
     drawn = Path("page.svg").read_text()
-    for words in ("noise multiplier", "texts read exactly", "AUC", "accounted", "f-DP"):
+    for words in ("noise multiplier", "texts exact", "AUC", "accounted", "f-DP"):
         assert words in drawn
     assert draw("--no-run") == 0
     assert Path("page.svg").read_text() == drawn

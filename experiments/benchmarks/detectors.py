@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from fedleak import detectors
 from fedleak.attacks.reconstruction import Status
@@ -30,15 +30,13 @@ from fedleak.config.experiment import Experiment
 from fedleak.config.loading import expanded, parse, set_
 from fedleak.federation.schedule import clients_of_round, target
 from fedleak.flower.engines import train
-from fedleak.report.drawings import common as drawing
+from fedleak.report.drawings import chart
+from fedleak.report.drawings.chart import INK, Chart, Series
 from fedleak.report.marked_pages import above
 from fedleak.running import preparation
 from fedleak.running.dispatch.dispatcher import attack_captures
 from fedleak.store.records import LEAKAGE, LeakageRow
 from fedleak.store.run import Key, Run
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "detectors.md"
@@ -137,7 +135,7 @@ def main() -> int:
             if cell.left is not None:
                 rows = [row for row in run.rows(LEAKAGE) if row.attack != "probes"]
                 read += [(cell, row) for row in rows if row.status != Status.FAILED]
-        drawing.save("detectors", lambda: figure(trials, read), args.out.with_suffix(".svg"))
+        chart.write(figure(trials, read), args.out.with_suffix(".svg"))
         if left:
             print(f"{left} runs are not there, and are in no figure")
         lines = [*page(trials), *adaptive_page(trials, read, args.out.with_suffix(".svg").name)]
@@ -303,29 +301,29 @@ def adaptive_points(
     }
 
 
-def figure(trials: Sequence[Trial], read: Sequence[tuple[Cell, LeakageRow]]) -> "Figure | None":
+def figure(trials: Sequence[Trial], read: Sequence[tuple[Cell, LeakageRow]]) -> Chart | None:
     """Draws what is read against what is noticed; None: nothing was."""
-    from matplotlib.figure import Figure
-
     by_name = adaptive_points(trials, read)
     if not by_name:
         return None
-    drawn = Figure(figsize=(6.4, 3.0 * len(by_name)), layout="constrained")
-    for axes, (name, by_left) in zip(
-        drawn.subplots(len(by_name), squeeze=False)[:, 0], by_name.items(), strict=True
-    ):
-        x = [max(left, NOTHING_LEFT) for left in by_left]
-        axes.plot(x, [exact for exact, _ in by_left.values()], color="black", marker="X", lw=2.5)
-        axes.lines[-1].set_label("texts read")
-        for kind, colour, marker in zip(DRAWN, drawing.COLOURS, drawing.MARKERS, strict=False):
-            rates = [alarms[kind] for _, alarms in by_left.values()]
-            axes.plot(x, rates, color=colour, marker=marker, ls="-.", label=f"alarms of {kind}")
-        axes.set_xscale("log")
-        axes.set_title(name)
-        axes.set_xlabel("share left of what the server would set to zero (leftmost: nothing)")
-        axes.set_ylabel("%")
-        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-    return drawn
+    series = [Series("texts read", INK)]
+    series += [Series.numbered(f"alarms of {kind}", i, i) for i, kind in enumerate(DRAWN)]
+    panels = []
+    for name, by_left in by_name.items():
+        rows = [
+            {"x": max(left, NOTHING_LEFT), "y": y, "series": one.name}
+            for left, (exact, alarms) in by_left.items()
+            for one, y in zip(series, (exact, *(alarms[kind] for kind in DRAWN)), strict=True)
+        ]
+        x = chart.numbers(
+            "share left of what the server would set to zero (leftmost: nothing)", log=True
+        )
+        panels.append(
+            chart.panel(
+                x, chart.numbers("%"), series, points=rows, lines=rows, title=name, width=380
+            )
+        )
+    return chart.grid(panels, 1)
 
 
 def adaptive_page(

@@ -34,7 +34,8 @@ def sweep(
     The same command again finishes what is left. With `--shard I/N` several machines share the
     cells, each with another I; the command without it compares them afterwards.
     """
-    from fedleak.report.drawings import figures, frontier, tradeoff
+    from fedleak.report.drawings.chart import write
+    from fedleak.report.drawings.sweeps import DRAWINGS
     from fedleak.report.tables.sweep import attacks_table
     from fedleak.report.terminal.table import print_table
     from fedleak.running import sweep as sweeps
@@ -65,9 +66,8 @@ def sweep(
             sweeps.refuse_gaps(collected, failures)
             console.print(f"shard {part}: {len(grid.cells)} cells are complete")
             return
-        figures.draw(collected, grid.path / "sweep.svg")
-        tradeoff.draw_tradeoff(collected, grid.path / "tradeoff.svg")
-        frontier.draw_frontier(collected, grid.path / "frontier.svg")
+        for name, (_, chart) in DRAWINGS.items():
+            write(chart(collected), grid.path / f"{name}.svg")
     print_table(console, attacks_table(collected))
     console.print(f"results: {markup(grid.path)}")
     sweeps.refuse_gaps(collected, failures)

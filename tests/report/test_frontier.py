@@ -1,12 +1,9 @@
 """The frontier: leakage, utility and epsilon along the strengths of each family."""
 
-import math
-
 import pytest
 
-from fedleak.report.drawings import common as drawing
-from fedleak.report.drawings import frontier
-from fedleak.report.drawings.common import NO_ANSWER
+from fedleak.report.drawings.chart import silent, write
+from fedleak.report.drawings.sweeps import SOME_UNATTACKED, frontier
 from fedleak.store.records import Utility
 from fedleak.store.summaries import (
     AttackSummary,
@@ -90,92 +87,91 @@ CELLS = (
 
 
 def panels(found):
-    with drawing.style("grid"):
-        figure = frontier.frontier(found)
-    drawn = [axes for axes in figure.axes if axes.axison]
-    return {axes.get_title(): axes for axes in drawn if axes.get_title()}, drawn, figure
+    """The panel of leaks of each family, by its name, and those of utility in their order."""
+    stacks = [each["vconcat"] for each in frontier(found)["concat"]]
+    return {each[0]["title"]: each[0] for each in stacks}, [each[1] for each in stacks if each[1:]]
 
 
-def points(axes, label):
-    """The points of all series of a label, in their order."""
-    series = [
-        *(each.lines[0] for each in axes.containers if each.get_label() == label),
-        *(line for line in axes.lines if line.get_label() == label),
-    ]
-    return [
-        (float(x), float(y))
-        for line in series
-        for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)
-        if not math.isnan(y)
-    ]
+def rows(panel, series, mark="point"):
+    """The rows of a series that are drawn by a mark, in their order."""
+    layers = [layer for layer in panel["layer"] if layer["mark"]["type"] == mark]
+    values = [row for layer in layers for row in layer["data"]["values"]]
+    return [row for row in values if row["series"] == series and row.get("y") is not None]
+
+
+def points(panel, series, mark="point"):
+    return [(row["x"], row["y"]) for row in rows(panel, series, mark)]
+
+
+def axis(panel, side):
+    return next(layer for layer in panel["layer"] if side in layer["encoding"])["encoding"][side]
 
 
 def test_each_family_has_its_strengths_in_the_files_order_beside_the_undefended_cell():
-    by_name, drawn, _ = panels(swept(*CELLS, units={"noise": "sigma / rms"}))
+    by_name, costs = panels(swept(*CELLS, units={"noise": "sigma / rms"}))
     assert list(by_name) == ["noise", "dp", "share", "sign"]
-    assert len(drawn) == 2 * 4  # a panel of leaks and one of the utility, each
-    rouge = points(by_name["noise"], "ROUGE-L")
-    assert sorted(rouge) == [(-1.0, 100.0), (0.0, 50.0)]
-    assert [y for _, y in sorted(points(by_name["share"], "ROUGE-L"))] == [100.0, 25.0, 0.0]
-    exact = sorted(points(by_name["dp"], "texts exact, %"))
-    assert [round(x) for x, _ in exact] == [-1, 0, 1, 2]
-    assert [y for _, y in exact] == [100.0, 0.0, 0.0, 0.0]
+    assert len(costs) == 4
+    assert axis(by_name["noise"], "x")["scale"]["domain"] == ["undefended", "0.3", "3", "30"]
+    assert points(by_name["noise"], "ROUGE-L") == [("undefended", 100.0), ("0.3", 50.0)]
+    assert [y for _, y in points(by_name["share"], "ROUGE-L")] == [100.0, 25.0, 0.0]
+    assert [y for _, y in points(by_name["dp"], "texts exact, %")] == [100.0, 0.0, 0.0, 0.0]
+    [first, *_] = rows(by_name["share"], "ROUGE-L")
+    assert (first["low"], first["high"]) == (50.0, 100.0)
 
 
 def test_a_cell_without_an_answer_is_marked_and_one_that_was_not_run_is_not():
-    by_name, _, _ = panels(swept(*CELLS))
-    silent = points(by_name["noise"], NO_ANSWER)
-    assert {round(x) for x, _ in silent} == {1}  # two kinds of leak; tokens were found
-    assert len(silent) == 2
-    marked = points(by_name["share"], frontier.SOME_UNATTACKED)
-    assert [(round(x), y) for x, y in marked] == [(0, 25.0)]
+    by_name, _ = panels(swept(*CELLS))
+    for heading in ("texts exact, %", "ROUGE-L"):
+        assert [x for x, _ in points(by_name["noise"], silent(heading))] == ["3"]
+    assert points(by_name["noise"], silent("tokens found, %")) == []  # they were found
+    assert points(by_name["share"], SOME_UNATTACKED) == [("q1", 25.0)]
 
 
 def test_lines_join_numbers_and_not_words():
-    by_name, _, _ = panels(swept(*CELLS))
-    for name, style in (("dp", "--"), ("share", "None"), ("sign", "None")):
-        lines = [c.lines[0] for c in by_name[name].containers if c.get_label() == "ROUGE-L"]
-        assert lines[0].get_linestyle() == style
+    by_name, _ = panels(swept(*CELLS))
+    assert [x for x, _ in points(by_name["dp"], "ROUGE-L", "line")] == [
+        "1.0\n8.2", "2.0\n1.2e5", "3.0\n486",
+    ]  # fmt: skip
+    for name in ("share", "sign"):
+        assert points(by_name[name], "ROUGE-L", "line") == []
 
 
 def test_utility_has_one_scale_and_epsilon_stands_below_its_strength(tmp_path):
     found = swept(*CELLS, units={"noise": "sigma / rms", "dp": "noise multiplier"})
-    _, drawn, _ = panels(found)
-    of_utility = [axes for axes in drawn if not axes.get_title()]
-    assert len({axes.get_ylim() for axes in of_utility}) == 1
-    low, high = of_utility[0].get_ylim()
+    _, costs = panels(found)
+    [(low, high)] = {tuple(axis(each, "y")["scale"]["domain"]) for each in costs}
     assert low < 0.0 < 0.5 < high
-    labels = [[text.get_text() for text in axes.get_xticklabels()] for axes in of_utility]
-    assert labels == [
-        ["none", "0.3", "3", "30"],
-        ["none", "1.0\n8.2", "2.0\n1.2e5", "3.0\n486"],
-        ["none", "q1", "o1"],
-        ["none", "on"],
+    assert [axis(each, "x")["scale"]["domain"] for each in costs] == [
+        ["undefended", "0.3", "3", "30"],
+        ["undefended", "1.0\n8.2", "2.0\n1.2e5", "3.0\n486"],
+        ["undefended", "q1", "o1"],
+        ["undefended", "on"],
     ]
-    assert [axes.get_xlabel() for axes in of_utility] == [
+    assert [axis(each, "x")["title"] for each in costs] == [
         "sigma / rms",
         "noise multiplier (below: epsilon)",
         "",
         "",
     ]
-    frontier.draw_frontier(found, tmp_path / "frontier.svg")
-    drawn_first = (tmp_path / "frontier.svg").read_text()
-    frontier.draw_frontier(found, tmp_path / "again.svg")
-    assert (tmp_path / "again.svg").read_text() == drawn_first
+    assert [y for _, y in points(costs[0], "MCC of the trained model")] == [0.5, 0.4, 0.1]
+    write(frontier(found), tmp_path / "frontier.svg")
+    drawn = (tmp_path / "frontier.svg").read_text()
+    for words in ("noise", "1.2e5", "sigma / rms", "MCC without a defense", SOME_UNATTACKED):
+        assert f">{words}<" in drawn
+    write(frontier(found), tmp_path / "again.svg")
+    assert (tmp_path / "again.svg").read_text() == drawn
 
 
 def test_perplexities_far_apart_have_a_log_scale():
     cells = [cell("mask", s, 1.0, {"perplexity": p}) for s, p in ((0.5, 10.0), (0.9, 9000.0))]
-    _, drawn, _ = panels(swept(*cells))
-    assert [axes.get_yscale() for axes in drawn] == ["linear", "log"]
-    # No formula, of which a picture would have the source.
-    marks = [mark.get_text() for mark in drawn[1].get_yticklabels()]
-    assert marks == ["10", "100", "1,000", "10,000"]
+    by_name, [cost] = panels(swept(*cells))
+    assert axis(by_name["mask"], "y")["scale"]["type"] == "linear"
+    assert axis(cost, "y")["scale"]["type"] == "log"
 
 
 def test_without_utility_there_is_no_panel_of_it():
-    _, drawn, figure = panels(swept(cell("none", None, 1.0), cell("mask", 0.5, 0.5)))
-    assert len(drawn) == len(figure.axes) == 1
+    by_name, costs = panels(swept(cell("none", None, 1.0), cell("mask", 0.5, 0.5)))
+    assert (list(by_name), costs) == (["mask"], [])
 
 
 def test_further_keys_stand_at_their_first_value():
@@ -183,8 +179,8 @@ def test_further_keys_stand_at_their_first_value():
         one = cell("mask", 0.5, share)
         return one.model_copy(update={"values": {**one.values, "seed": size}})
 
-    by_name, _, _ = panels(swept(at(1, 0.5), at(2, 1.0), axes={"seed": [1, 2]}))
-    assert points(by_name["mask"], "ROUGE-L") == [(0.0, 50.0)]
+    by_name, _ = panels(swept(at(1, 0.5), at(2, 1.0), axes={"seed": [1, 2]}))
+    assert points(by_name["mask"], "ROUGE-L") == [("0.5", 50.0)]
 
 
 @pytest.mark.parametrize(
@@ -199,5 +195,5 @@ def test_further_keys_stand_at_their_first_value():
 def test_where_there_is_nothing_to_draw_there_is_no_file(found, tmp_path):
     path = tmp_path / "frontier.svg"
     path.write_text("of an earlier sweep")
-    frontier.draw_frontier(found, path)
+    write(frontier(found), path)
     assert not path.exists()

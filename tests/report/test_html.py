@@ -23,6 +23,7 @@ from tiny import DLG, Here, call, tables, toml
 from fedleak.attacks.reconstruction import Status
 from fedleak.audit import scoring
 from fedleak.config.loading import parse
+from fedleak.report.drawings.chart import DARK
 from fedleak.report.html import pictures
 from fedleak.report.html.glossary import TERMS
 from fedleak.report.html.page import (
@@ -543,13 +544,13 @@ def test_where_words_are_known_and_time_was_up_more_time_may_read_their_order() 
 
 def test_a_picture_is_drawn_once_for_light_and_dark_pages() -> None:
     rows = [Utility(round=number, loss=1.0, accuracy=0.5) for number in (0, 1)]
-    [picture] = pictures.training("made", rows, [], [1])
+    [picture] = pictures.training(rows, [], [1])
     svg = picture.drawing
     assert b"prefers-color-scheme: dark" in svg
     # Each colour that changes stands once for a light page and once for a dark one.
-    counts = [svg.lower().count(colour.lower().encode()) for colour in pictures.DARK]
-    assert counts == [1] * len(pictures.DARK)
-    assert b"fill: var(--c0)" in svg
+    counts = [svg.lower().count(colour.lower().encode()) for colour in DARK]
+    assert counts == [1] * len(DARK)
+    assert b'fill="var(--c0)"' in svg
 
 
 def sweep_of(**values: Any) -> SweepSummary:
@@ -949,7 +950,7 @@ def every_part() -> RunPage:
     truth, read = "the map beneath the rose bush", "the key beneath the bush"
     rows = [Utility(round=number, loss=1.0, accuracy=0.5) for number in (0, 1)]
     texts = [PrivateText(1, "0", truth, [answer(read), answer(None, attack="lamp")])]
-    return page_of(texts, training=pictures.training("made", rows, [], [1]))
+    return page_of(texts, training=[*pictures.training(rows, [], [1])])
 
 
 def sweep_with_pictures() -> SweepPage:

@@ -148,7 +148,7 @@ def test_a_guard_needs_no_more_than_the_core(tmp_path):
     places = [str(Path(__file__).parent), str(ROOT)]
     code = (
         "import sys\n"
-        "for absent in ('torch', 'transformers', 'peft', 'opacus', 'scipy', 'matplotlib'):\n"
+        "for absent in ('torch', 'transformers', 'peft', 'opacus', 'scipy', 'vl_convert'):\n"
         "    sys.modules[absent] = None\n"
         f"sys.path[:0] = {places!r}\n"
         "from test_guard import answer, app_of, findings, guard, model, sent\n"

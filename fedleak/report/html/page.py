@@ -50,14 +50,13 @@ class Picture:
         caption: What it shows.
         words: The same for those who cannot see it.
         drawing: SVG.
-        on_paper: Whether it takes the width of the page, on white paper, and its colours do not
-            follow the page.
+        wide: Whether it takes the width of the page.
     """
 
     caption: str
     words: str
     drawing: bytes
-    on_paper: bool = False
+    wide: bool = False
 
 
 Shown = Picture | Table

@@ -93,7 +93,7 @@ def run_page(run: Run, scored: Sequence[Scored], *, redact: bool = False) -> Run
         threat=_threat(experiment, summary),
         leakage=_leakage(experiment, rows, read, ledger),
         training=[
-            *pictures.training(summary.name, utility, ledger, of_rounds),
+            *pictures.training(utility, ledger, of_rounds),
             *_training_tables(utility, summary),
         ],
         attacks=_attacks(summary),
@@ -282,7 +282,7 @@ def _leakage(
         return []
     of_models = experiment.sees == "models"
     table = leakage_table(experiment.name, rows, read, ledger, of_models)
-    return [*pictures.leakage(experiment.name, read), table]
+    return [*pictures.leakage(read), table]
 
 
 def _training_tables(utility: Sequence[Utility], summary: RunSummary) -> list[Table]:
@@ -302,7 +302,7 @@ def _attacks(summary: RunSummary) -> list[Shown]:
     if not summary.attacks:
         return []
     return [
-        *pictures.attacks(summary.name, summary.attacks),
+        *pictures.attacks(summary.attacks),
         attack_table(summary),
         *personal_data_tables(summary),
     ]
@@ -311,8 +311,7 @@ def _attacks(summary: RunSummary) -> list[Shown]:
 def _membership(summary: RunSummary) -> list[Shown]:
     if summary.membership is None:
         return []
-    drawn = pictures.membership(summary.name, summary.membership)
-    return [*drawn, *membership_tables(summary.membership)]
+    return [*pictures.membership(summary.membership), *membership_tables(summary.membership)]
 
 
 def _texts(scored: Sequence[Scored]) -> list[PrivateText]:

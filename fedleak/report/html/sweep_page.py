@@ -1,11 +1,9 @@
 """Makes the report of a sweep from its summary, with links to the reports of its cells."""
 
-import tempfile
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 
-from fedleak.report.drawings import figures as sweep_figures
-from fedleak.report.drawings import frontier, tradeoff
+from fedleak.report.drawings.chart import svg
+from fedleak.report.drawings.sweeps import DRAWINGS
 from fedleak.report.html.page import Entry, Picture, SweepPage
 from fedleak.report.html.verdict import strongest, sweep_verdict
 from fedleak.report.table import Cell, Column, Table, figures, plain, words
@@ -38,7 +36,7 @@ def sweep_page(
             Entry(key, "; ".join(map(in_words, values))) for key, values in collected.axes.items()
         ],
         grid=_cells_table(collected, reports),
-        pictures=_pictures(collected),
+        pictures=[*_pictures(collected)],
         attack_table=attacks_table(collected),
         repeat=f"fedleak sweep {collected.name}.toml",
     )
@@ -89,19 +87,9 @@ def _leak_cells(cell: CellSummary) -> list[str]:
     ]
 
 
-def _pictures(collected: SweepSummary) -> list[Picture]:
+def _pictures(collected: SweepSummary) -> Iterator[Picture]:
     """Draws the sweep's drawings anew: files may have been changed by others."""
-    kinds: list[tuple[str, Callable[[SweepSummary, Path], None]]] = [
-        ("What each attack read along the first key", sweep_figures.draw),
-        ("Leakage against utility and epsilon", tradeoff.draw_tradeoff),
-        ("Where each kind of leak ends, and what it costs", frontier.draw_frontier),
-    ]
-    pictures = []
-    with tempfile.TemporaryDirectory() as folder:
-        for number, (caption, draw) in enumerate(kinds):
-            path = Path(folder, f"{number}.svg")
-            draw(collected, path)
-            if path.is_file():
-                instead = "The tables of this page have the figures that are drawn."
-                pictures.append(Picture(caption, instead, path.read_bytes(), on_paper=True))
-    return pictures
+    instead = "The tables of this page have the figures that are drawn."
+    for caption, chart in DRAWINGS.values():
+        if (drawn := chart(collected)) is not None:
+            yield Picture(caption, instead, svg(drawn, on_page=True), wide=True)
