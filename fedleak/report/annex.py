@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from fedleak.audit.gate.check import Check
 from fedleak.report.html.page import Entry, RunPage
+from fedleak.report.markdown import lines
 from fedleak.report.table import Table
 from fedleak.report.words import NOT_MEASURED
 from fedleak.util.sanitise import printable
@@ -63,22 +64,16 @@ def annex(
 
 
 def _section(title: str, entries: Iterable[Entry]) -> list[str]:
-    rows = [f"| {_cell(entry.word)} | {_cell(entry.value)} |" for entry in entries]
-    return ["", f"## {title}", *(["", "| | |", "|---|---|", *rows] if rows else [])]
+    rows = [[_cell(entry.word), _cell(entry.value)] for entry in entries]
+    return ["", f"## {title}", *(["", *lines(["", ""], rows)] if rows else [])]
 
 
 def _table(table: Table) -> list[str]:
     """Returns a table and its notes."""
-    rows = [[column.heading for column in table.columns], ["---"] * len(table.columns)]
-    rows += [[cell.text or NOT_MEASURED for cell in row] for row in table.rows]
-    lines = [f"| {' | '.join(map(_cell, row))} |" for row in rows]
-    return [
-        "",
-        f"### {_cell(table.title)}",
-        "",
-        *lines,
-        *(f"\n{_cell(note)}" for note in table.notes),
-    ]
+    headings = [_cell(column.heading) for column in table.columns]
+    rows = [[_cell(cell.text or NOT_MEASURED) for cell in row] for row in table.rows]
+    notes = [f"\n{_cell(note)}" for note in table.notes]
+    return ["", f"### {_cell(table.title)}", "", *lines(headings, rows), *notes]
 
 
 def _cell(text: str) -> str:

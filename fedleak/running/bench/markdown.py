@@ -3,13 +3,13 @@
 A result may be anybody's file, so whatever it says is escaped.
 """
 
-import re
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import chain, starmap
 from pathlib import Path
 
+from fedleak.report.markdown import code, escaped, lines
 from fedleak.report.words import INTERVALS, NOT_MEASURED, interval, number
-from fedleak.running.bench.results import RESULT, Cell, Entry, Result, SettingResult, Together
+from fedleak.running.bench.results import RESULT, Cell, Result, Together
 from fedleak.store.summaries import AttackSummary
 from fedleak.util.errors import ConfigError
 from fedleak.util.plain_files import settings_text
@@ -19,6 +19,15 @@ MARKER = "<!-- Below this line everything is written by `fedleak bench-table`. -
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 """Marks of the results in one table; more results are refused."""
+
+
+HEADINGS = (
+    *("attack", "answers", "exact, %", "ROUGE-L", "other update", "tokens found, %", "proved"),
+    "seconds an update",
+)
+
+Marked = Sequence[tuple[str, Result]]
+"""Results, and what marks the lines of each where there are several."""
 
 
 def read_results(paths: Sequence[Path]) -> list[Result]:
@@ -70,14 +79,17 @@ def _difference(first: Result, second: Result) -> str | None:
 
 def markdown(results: Sequence[Result]) -> str:
     """Returns the tables of results that `read_results` has accepted."""
-    first = results[0]
-    heading = f"\n## {_safe(first.suite)}, version {first.version}\n"
+    first, several = results[0], len(results) > 1
+    marked = [
+        (f" ({letter})" * several, result) for letter, result in zip(LETTERS, results, strict=False)
+    ]
     return "\n".join(
         [
-            heading,
-            *_sources(results),
-            *_overview(results),
-            *chain.from_iterable(_setting(results, i) for i in range(len(first.settings))),
+            f"\n## {escaped(first.suite)}, version {first.version}\n",
+            *chain.from_iterable(starmap(_source, marked)),
+            *chain.from_iterable(starmap(_remarks, marked)),
+            *_overview(marked),
+            *chain.from_iterable(_setting(marked, i) for i in range(len(first.settings))),
             f"*{INTERVALS[0].upper()}{INTERVALS[1:]}.*\n",
         ]
     )
@@ -95,125 +107,108 @@ def into(page: str, tables: str) -> str:
     return written + MARKER + tables
 
 
-def _sources(results: Sequence[Result]) -> Iterator[str]:
-    """Yields what each result was made with."""
-    for letter, result in zip(LETTERS, results, strict=False):
-        mark = f"**{letter}**: " if len(results) > 1 else ""
-        on, machine = ", ".join(map(_safe, result.machine.devices)), result.machine
-        used = ", ".join(
-            f"{_safe(name)} {_safe(version)}" for name, version in result.versions.items()
-        )
-        yield (
-            f"{mark}{_safe(machine.system)} {_safe(machine.processor)}, {machine.cores} cores, "
-            f"{machine.memory_gib:g} GiB; attacks on {on or 'nothing'}; {used}.\n"
-        )
-    for letter, result in zip(LETTERS, results, strict=False):
-        for attack in result.attacks:
-            if attack.outside:
-                yield (
-                    f"`{_code(attack.name)}`{_mark_of(results, letter)} is not fedleak's own: "
-                    "nothing here rules out that it read the truth from the disk. "
-                    f"{_settings(attack)}\n"
-                )
-        for reason in result.missing:
-            yield f"Not complete{_mark_of(results, letter)}: {_safe(reason)}\n"
+def _source(mark: str, result: Result) -> Iterator[str]:
+    """Yields what a result was made with."""
+    letter, machine = f"**{mark[2:-1]}**: " if mark else "", result.machine
+    used = ", ".join(f"{escaped(name)} {escaped(v)}" for name, v in result.versions.items())
+    yield (
+        f"{letter}{escaped(machine.system)} {escaped(machine.processor)}, {machine.cores} cores, "
+        f"{machine.memory_gib:g} GiB; attacks on "
+        f"{', '.join(map(escaped, machine.devices)) or 'nothing'}; {used}.\n"
+    )
 
 
-def _overview(results: Sequence[Result]) -> Iterator[str]:
+def _remarks(mark: str, result: Result) -> Iterator[str]:
+    """Yields whose attacks nothing rules out to have read the truth, and what is missing."""
+    for attack in result.attacks:
+        command = attack.settings.get("command")
+        if attack.outside:
+            yield (
+                f"{code(attack.name)}{mark} is not fedleak's own: nothing here rules out that it "
+                "read the truth from the disk. "
+                f"It {f'is the command {code(str(command))}' if command else ''}"
+                f"{'' if command else f'comes from {escaped(attack.origin)}'}.\n"
+            )
+    for reason in result.missing:
+        yield f"Not complete{mark}: {escaped(reason)}\n"
+
+
+def _overview(marked: Marked) -> Iterator[str]:
     """Yields exact texts, attacks against settings."""
-    run = [
-        i
-        for i in range(len(results[0].settings))
-        if any(result.settings[i].left_out is None for result in results)
+    settings = [
+        of_results
+        for of_results in zip(*(result.settings for _, result in marked), strict=False)
+        if any(setting.left_out is None for setting in of_results)
     ]
-    if not run:
+    if not settings:
         return
-    yield "Texts read word for word, %; in brackets the ROUGE-L.\n"
-    yield _line(["attack", *(f"{_safe(results[0].settings[i].name)}" for i in run)])
-    yield _line(["---"] * (len(run) + 1))
-    for letter, result in zip(LETTERS, results, strict=False):
+    rows = []
+    for place, (mark, result) in enumerate(marked):
+        here = [of_results[place] for of_results in settings]
         for entry in result.attacks:
-            cells = [_cell_of(result.settings[i], entry.name) for i in run]
-            if any(cell is not None and _names_texts(cell) for cell in cells):
-                name = f"`{_code(entry.name)}`{_mark_of(results, letter)}"
-                yield _line([name, *map(_short, cells)])
-        figures = [_exact_and_rouge(result.settings[i].together) for i in run]
-        yield _line([f"*any of them*{_mark_of(results, letter)}", *figures])
+            cells = [
+                next((cell for cell in setting.cells if cell.attack == entry.name), None)
+                for setting in here
+            ]
+            # Whether an attack looks for whole texts, as far as can be told from its answers.
+            if any(cell and cell.figures and cell.figures.exact_match for cell in cells):
+                rows.append([f"{code(entry.name)}{mark}", *map(_short, cells)])
+        figures = [_exact_and_rouge(setting.together) for setting in here]
+        rows.append([f"*any of them*{mark}", *figures])
+    yield "Texts read word for word, %; in brackets the ROUGE-L.\n"
+    yield from lines(["attack", *(escaped(of_results[0].name) for of_results in settings)], rows)
     yield ""
 
 
-def _setting(results: Sequence[Result], i: int) -> Iterator[str]:
+def _setting(marked: Marked, i: int) -> Iterator[str]:
     """Yields every figure of a setting."""
-    setting = results[0].settings[i]
-    yield f"### {_safe(setting.name)}\n\n{_safe(setting.about)}\n"
+    setting = marked[0][1].settings[i]
+    yield f"### {escaped(setting.name)}\n\n{escaped(setting.about)}\n"
     here = [
-        (letter, result.settings[i])
-        for letter, result in zip(LETTERS, results, strict=False)
-        if result.settings[i].left_out is None
+        (mark, result.settings[i]) for mark, result in marked if result.settings[i].left_out is None
     ]
     if not here:
-        yield f"Not run: {_safe(setting.left_out or '')}.\n"
+        yield f"Not run: {escaped(setting.left_out or '')}.\n"
         return
-    updates = f"{here[0][1].updates} updates, {here[0][1].sequences} texts"
-    yield f"{updates}.\n"
-    heading = ["attack", "answers", "exact, %", "ROUGE-L", "other update", "tokens found, %"]
-    heading += ["proved", "seconds an update"]
-    yield _line(heading)
-    yield _line(["---"] * len(heading))
-    lines = [(letter, cell) for letter, setting_result in here for cell in setting_result.cells]
-    for letter, cell in sorted(lines, key=_rank):
-        yield _line([f"`{_code(cell.attack)}`{_mark_of(results, letter)}", *_figures(cell)])
+    yield f"{here[0][1].updates} updates, {here[0][1].sequences} texts.\n"
+    cells = [(f"{code(cell.attack)}{mark}", cell) for mark, of in here for cell in of.cells]
+    ranked = sorted(cells, key=lambda named: _rank(named[1]))
+    yield from lines(HEADINGS, [[name, *_figures(cell)] for name, cell in ranked])
     yield ""
-    for letter, cell in lines:
+    for name, cell in cells:
         for reason, count in cell.reasons.items():
-            occurrences = f"{count} times: {_safe(reason)}"
-            yield f"- `{_code(cell.attack)}`{_mark_of(results, letter)}, {occurrences}"
+            yield f"- {name}, {count} times: {escaped(reason)}"
     yield ""
 
 
-def _rank(line: tuple[str, Cell]) -> tuple[float, float, float]:
+def _rank(cell: Cell) -> tuple[float, ...]:
     """Returns what lines are sorted by: the best first."""
-    figures = line[1].figures
-    if figures is None:
+    if (figures := cell.figures) is None:
         return (1.0, 0.0, 0.0)
     best = (figures.exact_match, figures.rougeL, figures.token_recall)
-    exact, rouge, recall = (-1.0 if estimate is None else estimate.mean for estimate in best)
-    return (-exact, -rouge, -recall)
+    return tuple(1.0 if estimate is None else -estimate.mean for estimate in best)
 
 
 def _figures(cell: Cell) -> list[str]:
-    figures = cell.figures
-    if figures is None:
-        return [f"cannot work here: {_safe(cell.left_out or '')}", *[""] * 6]
-    seconds = (
-        NOT_MEASURED if figures.seconds_per_update is None else f"{figures.seconds_per_update:.2f}"
-    )
+    if (figures := cell.figures) is None:
+        return [f"cannot work here: {escaped(cell.left_out or '')}", *[""] * 6]
     few = " (few)" if figures.warning and figures.exact_match is not None else ""
+    control = figures.control_rougeL
     return [
         f"{figures.answers} of {figures.rows}",
         interval(figures.exact_match, 100) + few,
         interval(figures.rougeL),
-        NOT_MEASURED if figures.control_rougeL is None else number(figures.control_rougeL.mean),
+        number(None if control is None else control.mean),
         interval(figures.token_recall, 100),
         f"{figures.verified} of {figures.rows}",
-        seconds,
+        number(figures.seconds_per_update, 2),
     ]
-
-
-def _cell_of(setting: SettingResult, attack: str) -> Cell | None:
-    return next((cell for cell in setting.cells if cell.attack == attack), None)
-
-
-def _names_texts(cell: Cell) -> bool:
-    """Whether an attack looks for whole texts, as far as can be told from its answers."""
-    return cell.figures is not None and cell.figures.exact_match is not None
 
 
 def _short(cell: Cell | None) -> str:
     """Returns a cell in a word: its figures, or why there are none."""
-    if cell is None or cell.figures is None:
+    if cell is None or (figures := cell.figures) is None:
         return "cannot" if cell is not None and cell.left_out is not None else NOT_MEASURED
-    figures = cell.figures
     if figures.exact_match is None and not figures.answers:
         return "no answer"
     return _exact_and_rouge(figures)
@@ -224,29 +219,3 @@ def _exact_and_rouge(figures: AttackSummary | Together | None) -> str:
         return NOT_MEASURED
     rouge = None if figures.rougeL is None else figures.rougeL.mean
     return f"{number(100 * figures.exact_match.mean)} ({number(rouge)})"
-
-
-def _settings(entry: Entry) -> str:
-    """Returns how an attack was run."""
-    if command := entry.settings.get("command"):
-        return f"It is the command `{_code(str(command))}`."
-    return f"It comes from {_safe(entry.origin)}."
-
-
-def _mark_of(results: Sequence[Result], letter: str) -> str:
-    """Returns the mark of a result where there are several."""
-    return f" ({letter})" if len(results) > 1 else ""
-
-
-def _safe(text: str) -> str:
-    """Returns a text as Markdown that shows it."""
-    return re.sub(r"([\\`*_\[\]<>|#!&~$])", r"\\\1", printable(text))
-
-
-def _code(text: str) -> str:
-    """Returns a text for between backticks, in a table too."""
-    return printable(text).replace("`", "'").replace("|", r"\|")
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
