@@ -9,7 +9,7 @@ A family is one key of a sweep that sets several keys at once:
     set.defense = [{ kind = "gaussian_noise", relative = "<strength>" }]
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -18,6 +18,7 @@ from pydantic import Field, JsonValue, ValidationError
 from fedleak.config.tables import Table
 from fedleak.config.wording import one_line
 from fedleak.util.errors import ConfigError
+from fedleak.util.nested import flat, mapped
 
 FAMILY = "family"
 """The swept key whose values set several keys at once."""
@@ -73,7 +74,7 @@ def checked_families(tables: Any) -> list[FamilyTable]:
             raise ConfigError(f"{where}: {one_line(error, FamilyTable)}") from error
         if (family.name == UNDEFENDED) != (not family.set):
             raise ConfigError(f"{where}: the family {UNDEFENDED!r}, and no other, sets nothing")
-        if (family.strengths is not None) != _mentions(family.set):
+        if (family.strengths is not None) != (_filled(family.set, None) != family.set):
             raise ConfigError(
                 f"{where}: a family has strengths, and {STRENGTH!r} where they are set; or neither"
             )
@@ -86,7 +87,7 @@ def settings(families: Sequence[FamilyTable]) -> list[Setting]:
     return [
         Setting(
             {"kind": family.name, **({} if strength is None else {"strength": strength})},
-            dict(_flat(_filled(family.set, strength))),
+            dict(flat(_filled(family.set, strength))),
             tuple(family.without),
         )
         for family in families
@@ -94,25 +95,6 @@ def settings(families: Sequence[FamilyTable]) -> list[Setting]:
     ]
 
 
-def _mentions(value: Any) -> bool:
-    if isinstance(value, dict | list):
-        return any(map(_mentions, value.values() if isinstance(value, dict) else value))
-    return bool(value == STRENGTH)
-
-
 def _filled(value: Any, strength: Any) -> Any:
     """Returns the value with the strength where it is mentioned."""
-    if isinstance(value, dict):
-        return {key: _filled(nested, strength) for key, nested in value.items()}
-    if isinstance(value, list):
-        return [_filled(nested, strength) for nested in value]
-    return strength if value == STRENGTH else value
-
-
-def _flat(table: Mapping[str, Any], inside: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the dotted key of each value."""
-    for key, value in table.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{inside}{key}.")
-        else:
-            yield f"{inside}{key}", value
+    return mapped(value, lambda leaf: strength if leaf == STRENGTH else leaf)

@@ -21,6 +21,7 @@ from fedleak.config.tables import GateTable, WorkersTable
 from fedleak.config.wording import one_line
 from fedleak.models import CAUSAL_LM
 from fedleak.util.errors import ConfigError
+from fedleak.util.nested import mapped
 from fedleak.util.plain_files import settings_text
 
 RUN_JSON = ".json"
@@ -289,16 +290,15 @@ def expanded(value: Any) -> Any:
     Raises:
         ConfigError: A variable is not set.
     """
-    if isinstance(value, dict):
-        return {key: expanded(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [expanded(entry) for entry in value]
-    if isinstance(value, str) and "${" in value:
-        text = os.path.expandvars(value)
-        if "${" in text:
-            raise ConfigError(f"{value!r} names an environment variable that is not set: set it")
+
+    def in_text(leaf: Any) -> Any:
+        if not isinstance(leaf, str) or "${" not in leaf:
+            return leaf
+        if "${" in (text := os.path.expandvars(leaf)):
+            raise ConfigError(f"{leaf!r} names an environment variable that is not set: set it")
         return text
-    return value
+
+    return mapped(value, in_text)
 
 
 def table_of(changes: Sequence[str], option: str = "--set") -> dict[str, Any]:

@@ -75,6 +75,7 @@ def code() -> str:
 
     package = Path(__file__).parents[1]
     digest = hashlib.sha256()
-    for path in sorted([*package.rglob("*.py"), package / "data" / "notes.toml"]):
+    tables = (package / "config" / "presets.toml", package / "data" / "notes.toml")
+    for path in sorted([*package.rglob("*.py"), *tables]):
         digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes() + b"\0")
     return f"{VERSION} ({digest.hexdigest()[:12]})"

@@ -14,7 +14,6 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from fedleak.report.html.glossary import TERMS
 from fedleak.report.html.page import PrivateText, RunPage, SweepPage, TextAnswer, TrendsPage
 from fedleak.report.table import Table
 from fedleak.report.words import figure
@@ -40,7 +39,6 @@ def render(page: RunPage | SweepPage | TrendsPage) -> bytes:
     written = environment.get_template(TEMPLATES[type(page)]).render(
         page=page,
         texts=texts,
-        terms=TERMS,
         version=VERSION,
         now=now(),
         # They are of this package, and no value is in them.

@@ -4,9 +4,10 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, zip_longest
+from typing import Any
 
 import tomli_w
-from pydantic import JsonValue, ValidationError
+from pydantic import ValidationError
 
 from fedleak.audit.answer_scores import Scored, TextPair
 from fedleak.audit.defense_checks import FINDINGS, Finding
@@ -50,6 +51,7 @@ from fedleak.store.run import Key, Run
 from fedleak.store.summaries import SUMMARY, CanarySummary, RunSummary
 from fedleak.training.privacy import NONE
 from fedleak.util.errors import FedleakError
+from fedleak.util.nested import mapped
 
 WORDS_KNOWN, ORDER_UNKNOWN = 0.9, 0.5
 """Words are known if at least this share of tokens is found; their order is not if less than this
@@ -157,17 +159,11 @@ def _granted(experiment: Experiment, summary: RunSummary) -> Sequence[str]:
 def _without_folders(experiment: Experiment) -> Experiment:
     """Returns an experiment with the last part of each path: folders may name their owner."""
 
-    def shortened(value: JsonValue) -> JsonValue:
-        match value:
-            case str():
-                return re.sub(r"(^|[\s=:,\"'])[/~].*/", r"\1.../", value)
-            case list():
-                return [shortened(element) for element in value]
-            case dict():
-                return {key: shortened(setting) for key, setting in value.items()}
-        return value
+    def shortened(value: Any) -> Any:
+        folders = r"(^|[\s=:,\"'])[/~].*/"
+        return re.sub(folders, r"\1.../", value) if isinstance(value, str) else value
 
-    return Experiment.model_validate(shortened(experiment.model_dump(mode="json")))
+    return Experiment.model_validate(mapped(experiment.model_dump(mode="json"), shortened))
 
 
 def _devices(rows: Sequence[LeakageRow]) -> list[str]:

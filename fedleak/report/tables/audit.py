@@ -14,7 +14,7 @@ def plan_table(audit: Audit) -> Table:
     if audit.seconds is not None:
         rows.append(plain("it took", number(audit.seconds)))
     notes = [f"not part of it: {reason}" for reason in audit.left_out] + stopped(audit)
-    title = f"The plan of the audit, for {audit.minutes:g} minutes"
+    title = f"The plan of the audit, for {audit.minutes:g} minute{'s' * (audit.minutes != 1)}"
     return Table(title, [*words("part"), *figures("seconds, about")], rows, notes)
 
 

@@ -171,7 +171,9 @@ def _setting(marked: Marked, i: int) -> Iterator[str]:
         yield f"Not run: {escaped(setting.left_out or '')}.\n"
         return
     yield f"{here[0][1].updates} updates, {here[0][1].sequences} texts.\n"
-    cells = [(f"{code(cell.attack)}{mark}", cell) for mark, of in here for cell in of.cells]
+    cells = [
+        (f"{code(cell.attack)}{mark}", cell) for mark, of_result in here for cell in of_result.cells
+    ]
     ranked = sorted(cells, key=lambda named: _rank(named[1]))
     yield from lines(HEADINGS, [[name, *_figures(cell)] for name, cell in ranked])
     yield ""

@@ -6,7 +6,6 @@ file. Each `[[setting]]` has a `name`, a line `about` it, and the tables that ar
 models and data that are not part of fedleak: their folder is given when the suite is run.
 """
 
-import copy
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ from fedleak.config.experiment import Experiment
 from fedleak.config.tables import Positive, Table
 from fedleak.config.wording import one_line
 from fedleak.util.errors import ConfigError, unknown
+from fedleak.util.nested import mapped, merged
 from fedleak.util.shipped import shipped
 
 FOLDER = shipped("bench")
@@ -102,7 +102,7 @@ class Suite(Table):
     def settings(self) -> tuple[Setting, ...]:
         """The settings, each with all of its tables."""
         return tuple(
-            Setting(table.name, table.about, _merged(self.experiment, table.experiment))
+            Setting(table.name, table.about, merged(self.experiment, table.experiment))
             for table in self.setting
         )
 
@@ -176,27 +176,11 @@ def entered(
     return attacks
 
 
-def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns tables with others over them, key by key."""
-    both = copy.deepcopy(dict(below))
-    for key, value in above.items():
-        old = both.get(key)
-        both[key] = (
-            _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
-        )
-    return both
-
-
 def _fingerprint(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _filled(value: Any, assets: Path | None) -> Any:
+def _filled(tables: Any, assets: Path | None) -> Any:
     """Returns tables with the folder of models and data in place of `ASSETS`."""
-    if isinstance(value, dict):
-        return {key: _filled(inner, assets) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_filled(inner, assets) for inner in value]
-    if isinstance(value, str) and assets is not None:
-        return value.replace(ASSETS, str(assets.absolute()))
-    return value
+    place = ASSETS if assets is None else str(assets.absolute())
+    return mapped(tables, lambda v: v.replace(ASSETS, place) if isinstance(v, str) else v)
