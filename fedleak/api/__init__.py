@@ -54,7 +54,7 @@ from fedleak.config.loading import load, parse
 from fedleak.config.sent_update import SentUpdate, plain_number, whole_numbers, wrong_argument
 from fedleak.data.notes import notes
 from fedleak.models import LanguageModel, builtin, loading
-from fedleak.models.adoption import adopt, inner, without_weights
+from fedleak.models.adoption import adopt, inner, without_weights_
 from fedleak.running.workers import attempt
 from fedleak.running.workers.model_state import changed, state
 from fedleak.running.workers.process import Task, answer_of, device_name, failure
@@ -224,7 +224,7 @@ def attack(
         device=device_name(str(victim.device)),
         together=1,
     )
-    return AttackResult(answer, without_weights(victim), sent)
+    return AttackResult(answer, without_weights_(victim), sent)
 
 
 @_checked

@@ -18,7 +18,8 @@ Shapes: B sequences, T tokens, C classes, U logits of all sequences; X: all numb
 """
 
 import math
-from collections import Counter
+import weakref
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
@@ -412,6 +413,65 @@ class Verdict(NamedTuple):
 NOTHING_PROVED = Verdict({}, None, False)
 
 
+class _Proved(NamedTuple):
+    """A batch whose gradient this module found equal to an update.
+
+    Attributes:
+        seen: The update.
+        written: Its tensors and the weights, as they were (`_written`).
+        repeats: How often each sequence is in the batch, by its tokens.
+    """
+
+    seen: weakref.ref[Observation]
+    written: list[tuple[int, object]]
+    repeats: Mapping[tuple[int, ...], int]
+
+
+_proved: deque[_Proved] = deque(maxlen=64)
+"""The last proofs: an attack makes one, and who checks its answer need not make it again."""
+
+
+def _written(model: LanguageModel, seen: Observation) -> list[tuple[int, object]]:
+    """Returns where weights and update are in memory, and how often they were written to.
+
+    Of a tensor of inference mode nobody counts that: it is not the same twice.
+    """
+    tensors = [*model.module.parameters(), *seen.update.tensors.values()]
+    return [(t.data_ptr(), object() if t.is_inference() else t._version) for t in tensors]
+
+
+def judge(
+    model: LanguageModel,
+    sequences: Sequence[tuple[int, ...]],
+    seen: Observation,
+    clock: Clock = UNLIMITED,
+) -> Verdict:
+    """Returns what the model's own gradient says of sequences, whatever their repetitions are.
+
+    Nothing is proved of an update that is no single gradient, or if time is up before.
+    """
+    if not is_linear(seen) or not sequences:
+        return NOTHING_PROVED
+    times = Counter(sequences)
+    if model.task != CLASSIFICATION and len(times) == seen.update.num_examples:
+        # There is no label to find, and a batch of other repetitions would lack one of them.
+        verdict = verify(model, _unlabelled(model, dict.fromkeys(times, 1)), seen, clock)
+        if verdict.verified:
+            return verdict
+    return verify(model, explain(model, list(times), seen, clock), seen, clock)
+
+
+def _unlabelled(model: LanguageModel, times: Mapping[tuple[int, ...], int]) -> list[Member]:
+    """Returns the members of a next-token batch, or none if one has no target."""
+    targets = target_counts(model, [close(model, ids) for ids in times])
+    if not all(times) or not all(targets):
+        return []
+    return [
+        Member(ids, float(times[ids] * count), None)
+        for ids, count in zip(times, targets, strict=True)
+    ]
+
+
 def verify(
     model: LanguageModel,
     members: Sequence[Member],
@@ -443,6 +503,7 @@ def verify(
     # So does a batch with a text that has no target, which says nothing.
     doubled |= bool(model.response_template) and max(repeats) > 1
     if apart < precision(seen) and not alike and not doubled:
+        _proved.append(_Proved(weakref.ref(seen), _written(model, seen), by_ids))
         return Verdict(by_ids, apart, True, scale)
     whole = known or abs(sum(member.weight for member in members) - 1) <= WHOLE
     return Verdict(by_ids, apart if whole else None, False)
@@ -457,7 +518,12 @@ def proves(
     """Whether the recomputed gradient of exactly these sequences is the update.
 
     Every claim of a proof is held against this, whoever makes it. Nothing is taken from the attack
-    but its tokens: labels follow from the update.
+    but its tokens: labels follow from the update. A verdict that this module came to itself, for
+    the same tokens, the same observation and the same model, is not computed again, if their
+    tensors are where they were and nobody wrote to them since, as torch counts it. So an attack
+    that is wrong is not believed, nor one that changed a tensor after its proof. An attack that
+    writes past that count (`.data`) before a proof, and back behind it, could as well replace this
+    function: who does not trust its code runs it in another process (`attacks.outside`).
 
     Args:
         model: At the broadcast weights.
@@ -480,17 +546,17 @@ def proves(
 def _is_batch(
     model: LanguageModel, sequences: Sequence[tuple[int, ...]], seen: Observation, clock: Clock
 ) -> bool:
-    times = Counter(sequences)
-    targets = target_counts(model, [close(model, ids) for ids in times])
-    if not all(sequences) or not all(targets):
+    times, written = Counter(sequences), _written(model, seen)
+    if not all(times):
         return False
+    if any(
+        seen is about() and (was, repeats) == (written, times) for about, was, repeats in _proved
+    ):
+        return True
     if model.task == CLASSIFICATION:
         members = _explained(model, list(times), (), seen, clock)
-    else:  # there are no labels to find, and each target weighs alike
-        members = [
-            Member(ids, float(times[ids] * count), None)
-            for ids, count in zip(times, targets, strict=True)
-        ]
+    else:
+        members = _unlabelled(model, times)
     verdict = verify(model, members, seen, clock)
     return verdict.verified and verdict.repeats == times
 
@@ -501,10 +567,12 @@ def can_tell(model: LanguageModel, seen: Observation, tokens: int) -> bool:
     If its bits, at their precision, are fewer than the bits of the text, then other texts have the
     same update.
     """
-    numbers = sum(int(tensor.count_nonzero()) for tensor in seen.update.tensors.values())
-    # One number determines the scale.
-    bits = (numbers - 1) * -math.log2(precision(seen))
-    return bits >= tokens * math.log2(len(model.tokenizer))
+    numbers, needed = 0, tokens * math.log2(len(model.tokenizer)) / -math.log2(precision(seen))
+    for tensor in seen.update.tensors.values():
+        if numbers - 1 >= needed:  # one number determines the scale
+            break
+        numbers += int(tensor.count_nonzero())
+    return numbers - 1 >= needed
 
 
 def has_twins(model: LanguageModel, words: Set[int], seen: Observation) -> bool:

@@ -567,3 +567,67 @@ def test_only_one_step_without_dropout_is_linear(small, observe, steps, dropout,
     seen = observe(small("bert"), 1).seen
     knowledge = Knowledge(learning_rate=0.1, local_steps=steps, dropout=dropout)
     assert certificate.is_linear(replace(seen, knowledge=knowledge)) is linear
+
+
+# --- proofs that were made already ------------------------------------------------------------
+
+
+@pytest.fixture
+def proved(small, observe, monkeypatch):
+    """A batch that was proved, and a list of what is recomputed from now on."""
+    model = small("gpt2", CAUSAL_LM, width=48)
+    truth = observe(model, TEXTS)
+    sequences = [tuple(ids) for ids in truth.sequences]
+    assert certificate.judge(model, [ids[:-1] for ids in sequences], truth.seen).verified
+    recomputed, plain = [], certificate.difference
+
+    def difference(*args):
+        recomputed.append(plain(*args))
+        return recomputed[-1]
+
+    monkeypatch.setattr(certificate, "difference", difference)
+    return model, truth.seen, sequences, recomputed
+
+
+def test_a_proof_is_made_once(proved):
+    model, seen, sequences, recomputed = proved
+    assert certificate.proves(model, sequences[::-1], seen)
+    assert recomputed == []
+
+
+def test_another_answer_needs_a_proof_of_its_own(proved):
+    model, seen, sequences, recomputed = proved
+    assert not certificate.proves(model, [sequences[0], *sequences[:2]], seen)
+    assert len(recomputed) > 0
+
+
+def test_a_copy_of_an_update_is_another_update(proved):
+    model, seen, sequences, recomputed = proved
+    assert certificate.proves(model, sequences, replace(seen))
+    assert len(recomputed) == 1
+
+
+@pytest.mark.parametrize("written", ["update", "weights"])
+def test_a_proof_ends_where_somebody_wrote(proved, written):
+    model, seen, sequences, recomputed = proved
+    tensor = (
+        next(iter(seen.update.tensors.values()))
+        if written == "update"
+        else next(model.module.parameters())
+    )
+    with torch.no_grad():
+        tensor.mul_(1.1)
+    assert not certificate.proves(model, sequences, seen)
+    assert len(recomputed) > 0
+
+
+@pytest.mark.parametrize("family", CAUSAL)
+@pytest.mark.parametrize("texts", [TEXTS, (*TEXTS, TEXTS[0])], ids=["distinct", "repeated"])
+def test_sequences_of_next_tokens_are_judged_with_their_repetitions(small, observe, family, texts):
+    model = small(family, CAUSAL_LM, width=48)
+    truth = observe(model, texts)
+    inputs = {tuple(ids[:-1]) for ids in truth.sequences}
+    verdict = certificate.judge(model, sorted(inputs), truth.seen)
+    assert verdict.verified
+    assert sum(verdict.repeats.values()) == len(texts)
+    assert not certificate.judge(model, sorted(inputs)[1:], truth.seen).verified

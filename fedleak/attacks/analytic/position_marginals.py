@@ -55,6 +55,12 @@ _CUTS = (1e-6, 1e-5, 1e-4, 1e-3)
 """Singular values, as shares of the largest, at which the span of hidden states may end: rounding
 decides, and local steps. The one that leaves the clearest solution is taken."""
 
+_SUMS = 2
+"""Random sums of rows for each dimension, which span what the rows span."""
+
+_AT_ONCE = 4096
+"""Rows that are in memory in float64."""
+
 _EMPTY = 1e-4
 """A word's row that is smaller than this, as a share of the largest one, is of no text."""
 
@@ -178,7 +184,7 @@ class PositionMarginals:
                 f"{best.distance:.2g} from 0 or 1 (noise, Adam, a mask, or more texts than one)"
             )
             return Reading(Reconstruction.none(Status.ABSTAINED, reason, **numbers))
-        verdict = _proof(best.ids, seen, model, Clock(self.seconds))
+        verdict = certificate.judge(model, [best.ids], seen, Clock(self.seconds))
         # Where dropout may be on, it is the usual reason why a right text is not proved.
         refuted = (
             certificate.is_linear(seen) and seen.knowledge.dropout is False and not verdict.verified
@@ -211,7 +217,7 @@ def marginals(word_VD: Tensor, position_PD: Tensor, tied: bool) -> list[Marginal
         position_PD: Gradient of the position embedding.
         tied: The output layer is the word embedding.
     """
-    norms_V = torch.linalg.vector_norm(word_VD, dim=1, dtype=torch.float64)
+    norms_V = word_VD.norm(dim=1)
     used = position_PD.any(1).nonzero()[:, 0].tolist()
     if not used or not norms_V.any():
         return "an embedding gradient holds only zeros: that table was frozen"
@@ -231,26 +237,37 @@ def marginals(word_VD: Tensor, position_PD: Tensor, tied: bool) -> list[Marginal
     word_MD = word_VD[words_M].double()
     if not tied:
         return [Marginals(word_MD, words_M, place_TD, float(norms_V[others_X].max()), 0)]
-    others_XD = word_VD[others_X].double()
-    squares_D, basis_DD = torch.linalg.eigh(others_XD.T @ others_XD)
-    squares_D = squares_D.clamp_min(0)
-    tables = {}
-    for cut in _CUTS:
-        kept_D = squares_D <= cut**2 * squares_D[-1]
-        outside_DX = basis_DD[:, kept_D]
-        rank = width - outside_DX.shape[1]
-        if places + rank <= width:
-            tables[rank] = Marginals(
-                word_MD=word_MD @ outside_DX,
-                words_M=words_M,
-                place_TD=place_TD @ outside_DX,
-                others=float(squares_D[kept_D].sum().sqrt()),
-                rank=rank,
-            )
-    return list(tables.values()) or (
+    # The span of the hidden states is that of so many random sums of rows.
+    signs_X = torch.randint(0, 2, (len(others_X),), generator=torch.Generator().manual_seed(0))
+    sketch_YD = word_MD.new_zeros(_SUMS * width, width)
+    parts = (torch.split(all_X, len(sketch_YD)) for all_X in (others_X, signs_X.to(sketch_YD)))
+    for rows_Y, signs_Y in zip(*parts, strict=True):
+        sketch_YD[: len(rows_Y)].addcmul_(word_VD[rows_Y].double(), 2 * signs_Y[:, None] - 1)
+    squares_D, basis_DD = torch.linalg.eigh(sketch_YD.T @ sketch_YD)
+    ranks = {int((squares_D > cut**2 * squares_D[-1]).sum()) for cut in _CUTS}
+    return [
+        Marginals(
+            word_MD=word_MD @ basis_DD[:, : width - rank],
+            words_M=words_M,
+            place_TD=place_TD @ basis_DD[:, : width - rank],
+            others=float(_outside(word_VD, basis_DD[:, width - rank :])[others_X].max()),
+            rank=rank,
+        )
+        for rank in ranks
+        if places + rank <= width
+    ] or (
         f"no room: {places} places and the span of the last hidden states, which the tied output "
         f"layer adds, are more than the hidden size, {width}"
     )
+
+
+def _outside(word_VD: Tensor, inside_DR: Tensor) -> Tensor:
+    """Returns the norm [V] of what of each row lies outside of a span."""
+    squares = []
+    for word_XD in torch.split(word_VD, _AT_ONCE):
+        word_XD = word_XD.double()
+        squares.append(word_XD.square().sum(1) - (word_XD @ inside_DR).square().sum(1))
+    return torch.cat(squares).clamp_min(0).sqrt()
 
 
 def solved(tables: Marginals) -> Solution:
@@ -331,13 +348,3 @@ def _batch(tables: Sequence[Marginals], texts: int, width: int) -> Reconstructio
         reason=f"nothing proved: {standing} of {words} words stand at a place, and which of them "
         "belong to one text is guessed",
     )
-
-
-def _proof(
-    ids: tuple[int, ...], seen: Observation, model: LanguageModel, clock: Clock
-) -> certificate.Verdict:
-    """Returns what recomputing the gradient of a text says, where it can be recomputed."""
-    if not certificate.is_linear(seen) or clock.up():
-        return certificate.NOTHING_PROVED
-    members = certificate.explain(model, [ids], seen, clock)
-    return certificate.verify(model, members, seen, clock)

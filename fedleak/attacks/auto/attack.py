@@ -10,6 +10,7 @@ gradient alone (`evidence`), so that a sequence of one attack can stand beside a
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
@@ -55,8 +56,8 @@ ENSEMBLE: tuple[tuple[Single, str], ...] = (
 )
 """Cheapest first: the next is asked only where those before proved no whole batch.
 
-Where a text is longer than a head is wide, `keyspan` is not cheap: `query_gradients` goes first, of
-decoders `dager`.
+Of decoders `dager` goes before `keyspan`, which is not cheap. Neither is cheap for an encoder where
+a text is longer than a head is wide: `query_gradients` goes first.
 """
 
 _CHOOSING = 0.5
@@ -149,7 +150,7 @@ class Auto(OneByOne):
     """
 
     kind: ClassVar[str] = "auto"
-    version: ClassVar[int] = 10
+    version: ClassVar[int] = 11
     slow: ClassVar[bool] = True
     uses: ClassVar[frozenset[str]] = Lamp.uses | {"noise_scale"}
     seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 120.0
@@ -217,11 +218,12 @@ class _Attempt:
         seen, model, clock = self._seen, self._model, self._clock
         setting = AttackSetting.of(seen, model)
         able = [attack for attack, _ in ENSEMBLE if attack.obstacle(setting) is None]
-        if self._is_long():
-            # Of a decoder DAGER reads texts of any length, one token after the other.
-            rest = Keyspan | Lamp if model.family.causal else Keyspan | Dager | Lamp
-            able.sort(key=lambda attack: isinstance(attack, rest))
-        share = share_of_spans(seen, model)
+        if model.family.causal:
+            # Of a decoder DAGER reads texts of any length, one token after the other, and cheaply.
+            late = (Keyspan, StatePursuit, Lamp)
+            able.sort(key=lambda attack: isinstance(attack, late) and 1 + late.index(type(attack)))
+        elif self._is_long():
+            able.sort(key=lambda attack: isinstance(attack, Keyspan | Dager | Lamp))
         for number, attack in enumerate(able, 1):
             if self.findings.answers and clock.up():
                 break
@@ -232,7 +234,7 @@ class _Attempt:
                 self._on_progress(how._replace(phase=f"{name} {how.phase}".strip()))
 
             clues = self.findings.clues(self._most)
-            timed = self._timed(attack, clues, share)
+            timed = self._timed(attack, clues)
             if timed is None:
                 break
             reading = read_with(timed, self.rest, model, clues, self._rng, tell)
@@ -281,14 +283,21 @@ class _Attempt:
         width = model.hidden_size // model.family.first_block(model.module).num_heads
         return int(rows_PD.any(1).sum()) > width
 
-    def _timed(self, attack: Single, clues: Clues, share: float) -> Single | None:
+    @cached_property
+    def _share(self) -> float:
+        """The share of the time left that an attack on spans may take."""
+        return share_of_spans(self._seen, self._model)
+
+    def _timed(self, attack: Single, clues: Clues) -> Single | None:
         """Returns an attack with its time and the settings of this one; None: there is no time."""
+        if isinstance(attack, PositionMarginals):
+            return replace(attack, seconds=self._clock.left())
         if isinstance(attack, MaximumLikelihood):
             return replace(attack, seconds=_NOISY * self._clock.left(), prior=self._settings.prior)
         if isinstance(attack, QueryGradients):
-            return replace(attack, seconds=_LONG_TEXTS * share * self._clock.left())
+            return replace(attack, seconds=_LONG_TEXTS * self._share * self._clock.left())
         if not isinstance(attack, Lamp):
-            return replace(attack, seconds=share * self._clock.left())
+            return replace(attack, seconds=self._share * self._clock.left())
         reserve = Reserve.of(self._pace, self.rest, clues.sequences)
         if clues.sequences and reserve.answer > self._clock.left():
             self._clock.rang = True  # the first step alone would make the answer late
@@ -430,11 +439,9 @@ class _Attempt:
 
     def _verdict(self, batch: Sequence[Ids]) -> certificate.Verdict:
         """Returns what recomputing the gradient of a batch says, where that can be compared."""
-        seen, clock = self._seen, self._clock
-        if not certificate.is_linear(seen) or noise_of(seen) is not None:
-            return certificate.NOTHING_PROVED  # not one gradient, or blurred
-        members = certificate.explain(self._model, list(dict.fromkeys(batch)), seen, clock)
-        return certificate.verify(self._model, members, seen, clock)
+        if noise_of(self._seen) is not None:
+            return certificate.NOTHING_PROVED
+        return certificate.judge(self._model, batch, self._seen, self._clock)
 
 
 def _tokens(sequences: Sequence[Ids]) -> tuple[int, ...]:

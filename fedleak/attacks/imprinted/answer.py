@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedleak.attacks import certificate
-from fedleak.attacks.clock import UNLIMITED
 from fedleak.attacks.imprinted.checksum import Text
 from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.models import LanguageModel
@@ -34,10 +33,8 @@ def answered(
     if not sequences:
         reason = "no text was read: the bins name too few words of each"
         return Reconstruction.none(Status.ABSTAINED, reason, **numbers)
-    verdict = certificate.NOTHING_PROVED
-    if certificate.is_linear(seen) and len(certified) == len(sequences):
-        members = certificate.explain(model, list(dict.fromkeys(certified)), seen, UNLIMITED)
-        verdict = certificate.verify(model, members, seen, UNLIMITED)
+    whole = certified if len(certified) == len(sequences) else []
+    verdict = certificate.judge(model, whole, seen)
     if verdict.verified:
         sequences = [ids for ids, times in verdict.repeats.items() for _ in range(times)]
         numbers["certified"] = len(sequences)

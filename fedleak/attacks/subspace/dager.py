@@ -152,10 +152,8 @@ class Dager(OneByOne):
                 reason = f"nothing passed in seconds = {self.seconds:g}: give it more"
                 diagnostics["time_up"] = True
             return Reconstruction.none(Status.ABSTAINED, reason, **diagnostics)
-        explained = self.certify and passed and certificate.is_linear(seen)
-        ids = [sentence.ids for sentence in passed]
-        members = certificate.explain(model, ids, seen, clock) if explained else []
-        verdict = certificate.verify(model, members, seen, clock)
+        ids = [sentence.ids for sentence in passed] if self.certify else []
+        verdict = certificate.judge(model, ids, seen, clock)
         if clock.rang:
             diagnostics["time_up"] = True
         # Only the gradient tells a sequence that begins another, or that occurs twice.

@@ -261,3 +261,24 @@ def test_a_little_noise_leaves_the_text_and_the_excess_grows_with_it(small, obse
         excesses.append(solved(tables).excess)
     assert all(less < more for less, more in pairwise(excesses))
     assert excesses[0] < DETERMINED < excesses[-1]
+
+
+def test_what_a_tied_output_layer_adds_is_projected_out_as_a_dense_decomposition_does():
+    rng = torch.Generator().manual_seed(3)
+    width, places, words = 24, 5, 400
+    place_TD = 20 * torch.randn(places, width, generator=rng)
+    ids = torch.randint(words, (places,), generator=rng)
+    hidden_TD = torch.randn(places, width, generator=rng)
+    predicted_VT = torch.rand(words, places, generator=rng)
+    word_VD = (predicted_VT @ hidden_TD).index_add(0, ids, place_TD)
+    word_VD += 1e-7 * torch.randn(words, width, generator=rng)
+    (tables,) = marginals(word_VD, torch.cat([place_TD, torch.zeros(3, width)]), tied=True)
+    assert tables.rank == places
+    assert solved(tables).ids == tuple(ids.tolist())
+    # The span of all rows that no word of the text has, by a decomposition of them all.
+    others_X = [word for word in range(words) if word not in tables.words_M]
+    others_XD = word_VD[others_X].double()
+    inside_DR = torch.linalg.svd(others_XD).Vh[:places].T
+    outside_X = (others_XD - others_XD @ inside_DR @ inside_DR.T).norm(dim=1)
+    assert tables.others == pytest.approx(float(outside_X.max()), rel=0.5)
+    assert tables.others < 1e-5

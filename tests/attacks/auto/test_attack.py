@@ -73,8 +73,8 @@ NOTHING = Reading(Reconstruction.none(Status.ABSTAINED, "read nothing"), ())
     ("built", "kinds"),
     [
         (("bert",), ["keyspan"]),
-        (("gpt2", CAUSAL_LM), ["keyspan"]),
-        (("llama", CAUSAL_LM), ["keyspan"]),
+        (("gpt2", CAUSAL_LM), ["dager"]),
+        (("llama", CAUSAL_LM), ["dager"]),
     ],
 )
 def test_nobody_is_asked_after_a_proof(small, observe, asked, built, kinds):
