@@ -63,7 +63,7 @@ def test_reading_counts_what_was_read(bert_tiny, texts):
     answers = [reading["answered"](attack, *pair, bert_tiny, 0) for pair in pairs]
     assert [(one.exact, one.likely) for one in answers] == [(1, True)] * 3
     answers[0] = answers[0]._replace(truth=pairs[1][1])
-    words = reading["line"]("1 plain", answers, bert_tiny).split()
+    words = reading["line"]("1 plain", reading["figures"](answers, bert_tiny)).split()
     assert words[2:4] == ["2/3", "[21,"]
     assert words[8:10] == ["3", "(2)"]
     with reading["asked_without"]("keyspan"):

@@ -271,6 +271,17 @@ def test_the_drawn_house_is_current() -> None:
     assert drawing["PICTURE"].read_text() == drawn, "run `python docs/house.py`"
 
 
+def test_the_curves_of_one_text_are_those_of_the_tables() -> None:
+    curves = runpy.run_path(str(ROOT / "docs" / "curves.py"))
+    tables, drawn = curves["TABLES"].read_text(), curves["PICTURE"].read_text()
+    for heading, pattern in curves["PANELS"].items():
+        rows = list(curves["rows"](tables, pattern))
+        assert all(row["low"] <= row["y"] <= row["high"] for row in rows if "low" in row)
+        assert {row["series"] for row in rows} >= {"texts exact, %", "ROUGE-L"}
+        for word in (heading, *(row["x"] for row in rows)):
+            assert f">{word}</text>" in drawn, "run `python docs/curves.py`"
+
+
 @pytest.mark.slow
 def test_the_picture_is_current(reader: Reader) -> None:
     """But for what gradient matching found, which depends on the processor's arithmetic."""

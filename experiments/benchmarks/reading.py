@@ -9,7 +9,9 @@ Whole updates of a classifier: MiniLM (6 x 384, pretrained, heads of 32), or GPT
 seed draws; no text is in two updates of a line. An update is one gradient, or with `--steps` the
 weights' change by so many steps of SGD. `--sent` is what a client does to it: `plain`,
 `noise=3e-4` (standard deviation), `mask=0.9`, `prune=0.9` (share of zeros), `quantize=4` (bits),
-`sign`, `cast=bfloat16`. Nothing is told but whether there were steps and dropout.
+`sign`, `cast=bfloat16`, `dp_sgd=1e-4` (noise multiplier, at a clipping norm of 1; its epsilon is
+accounted for this one step, at a delta of 1e-5). Nothing is told but whether there were steps and
+dropout.
 
 `auto-KIND` is `auto` without that attack. Seconds are CPU time of this process; an attack has
 `--seconds` for an update.
@@ -22,9 +24,12 @@ Prints a line per size, `--sent` and attack:
   likely    updates of which it calls a text likely, or determined; how many of them are exact
   evidence  the largest of an exact text, and the smallest of another one
   seconds   CPU time of an update, the mean and the longest
+
+`--keep FILE` adds these figures to a file, a line of JSON each.
 """
 
 import argparse
+import json
 import os
 import random
 import time
@@ -47,6 +52,7 @@ from fedleak.audit.answer_scores import score_sequences
 from fedleak.audit.metrics.intervals import wilson
 from fedleak.defenses import Defense
 from fedleak.defenses.cast import Cast
+from fedleak.defenses.dp_sgd import DpSgd
 from fedleak.defenses.gaussian_noise import GaussianNoise
 from fedleak.defenses.mask import Mask
 from fedleak.defenses.prune import Prune
@@ -55,6 +61,7 @@ from fedleak.defenses.sign import Sign
 from fedleak.models import CLASSIFICATION, LanguageModel
 from fedleak.training.local import local_update_
 from fedleak.training.observation import Knowledge, Observation, UpdateKind
+from fedleak.training.privacy import FAST_ACCOUNTANT, compose
 from fedleak.training.settings import LocalTraining
 from fedleak.util.rng import stream
 
@@ -69,7 +76,9 @@ SENT: dict[str, Callable[[str], Defense]] = {
     "quantize": lambda value: Quantize(bits=int(value)),
     "sign": lambda _: Sign(),
     "cast": lambda value: Cast(dtype="float16" if value == "float16" else "bfloat16"),
+    "dp_sgd": lambda value: DpSgd(noise_multiplier=float(value), sampling="fixed"),
 }
+DELTA = 1e-5
 
 
 class Answer(NamedTuple):
@@ -118,6 +127,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0, help="for an update")
     parser.add_argument("--prior", help="a causal language model")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="add the figures to this file")
     parser.add_argument("--assets", type=Path, default=os.environ.get("FEDLEAK_ASSETS"))
     args = parser.parse_args()
     if args.assets is None:
@@ -139,7 +149,12 @@ def main() -> None:
                 with asked_without(kind.removeprefix("auto-")):
                     attack = make(kind.split("-")[0], args)
                     answers = [answered(attack, *pair, model, args.seed) for pair in observed]
-                print(line(f"{size:>4} {sent:<14} {kind:<26}", answers, model), flush=True)
+                read = figures(answers, model, accounted(SENT[name](value), size, args))
+                print(line(f"{size:>4} {sent:<14} {kind:<26}", read), flush=True)
+                if args.keep:
+                    about = {"size": size, "sent": sent, "attack": kind, "seed": args.seed}
+                    with args.keep.open("a") as kept:
+                        print(json.dumps(about | read._asdict()), file=kept)
 
 
 def read_texts(args: Any) -> list[Labelled]:
@@ -168,13 +183,7 @@ def observe(
     """Returns what the server sees of a client with some texts, and the texts."""
     words, labels = zip(*texts, strict=True)
     ids = data.tokenise(words, model.encode, limit=model.max_length, max_length=None)
-    local = LocalTraining(
-        kind=UpdateKind.DELTA if args.steps else UpdateKind.GRADIENT,
-        batch_size=len(ids),
-        epochs=args.steps or 1,
-        learning_rate=1e-3,
-        dropout=args.dropout,
-    )
+    local = defense.training(training(len(ids), args))
     before = {name: value.clone() for name, value in model.parameters().items()}
     update = local_update_(model, ids, labels, local, seed=args.seed + number)
     for name, value in model.module.named_parameters():
@@ -185,6 +194,17 @@ def observe(
     )
     seen = Observation(round=1, client=0, update=update, knowledge=known)
     return seen, [tuple(text) for text in ids]
+
+
+def training(size: int, args: Any) -> LocalTraining:
+    """Returns how a client trains."""
+    return LocalTraining(
+        kind=UpdateKind.DELTA if args.steps else UpdateKind.GRADIENT,
+        batch_size=size,
+        epochs=args.steps or 1,
+        learning_rate=1e-3,
+        dropout=args.dropout,
+    )
 
 
 def make(kind: str, args: Any) -> Attack:
@@ -216,20 +236,38 @@ def answered(
     return Answer(truth, answer, time.process_time() - begin)
 
 
-HEADING = (
-    f"{'size':>4} {'sent':<14} {'attack':<26} {'exact':>18} {'ROUGE-L (other)':>15} "
-    f"{'proved':>7} {'likely (exact)':>14} {'evidence':>14} {'seconds':>8} {'longest':>8}"
-)
+class Figures(NamedTuple):
+    """What an attack read of the updates of a line; attributes as the head of this file says.
+
+    Attributes:
+        texts, exact: Texts, and those with equal token ids.
+        rougeL, other: Of its answers, and of the previous update's; None of a single update.
+        updates, proved, likely, likely_exact: Updates, those that are proved, those with a text
+            that is called likely, and of these the exact ones.
+        right, wrong: The largest evidence of an exact text, the smallest of another one.
+        seconds, longest: Of an update.
+        epsilon: Accounted; None: none is.
+    """
+
+    texts: int
+    exact: int
+    rougeL: float
+    other: float | None
+    updates: int
+    proved: int
+    likely: int
+    likely_exact: int
+    right: float
+    wrong: float | None
+    seconds: float
+    longest: float
+    epsilon: float | None
 
 
-def line(begin: str, answers: Sequence[Answer], model: LanguageModel) -> str:
-    """Returns the answers of an attack as text, below HEADING."""
-    texts, exact = sum(len(one.truth) for one in answers), sum(one.exact for one in answers)
-    share, seconds = wilson(exact, texts), [one.seconds for one in answers]
-    likely = [one for one in answers if one.likely]
-    right = [value for one in answers for value in one.evidence(right=True)]
-    wrong = [value for one in answers for value in one.evidence(right=False)]
-    evidence = f"{max(right, default=0.0):.0e}" + (f", {min(wrong):.0e}" if wrong else "")
+def figures(
+    answers: Sequence[Answer], model: LanguageModel, epsilon: float | None = None
+) -> Figures:
+    """Returns what an attack read."""
     shifted = [answers[-1], *answers[:-1]]
     own, others = (
         mean(
@@ -239,13 +277,48 @@ def line(begin: str, answers: Sequence[Answer], model: LanguageModel) -> str:
         )
         for some in (answers, shifted)
     )
-    of_others = f" ({others:.0f})" if len(answers) > 1 else ""
-    count = f"{exact}/{texts} [{100 * share.low:.0f}, {100 * share.high:.0f}]"
-    sure = f"{len(likely)} ({sum(one.exact == len(one.truth) for one in likely)})"
-    proved = f"{sum(one.answer.verified for one in answers)}/{len(answers)}"
+    likely = [one for one in answers if one.likely]
+    return Figures(
+        texts=sum(len(one.truth) for one in answers),
+        exact=sum(one.exact for one in answers),
+        rougeL=own,
+        other=others if len(answers) > 1 else None,
+        updates=len(answers),
+        proved=sum(one.answer.verified for one in answers),
+        likely=len(likely),
+        likely_exact=sum(one.exact == len(one.truth) for one in likely),
+        right=max((value for one in answers for value in one.evidence(right=True)), default=0.0),
+        wrong=min((value for one in answers for value in one.evidence(right=False)), default=None),
+        seconds=mean(one.seconds for one in answers),
+        longest=max(one.seconds for one in answers),
+        epsilon=epsilon,
+    )
+
+
+def accounted(defense: Defense, size: int, args: Any) -> float | None:
+    """Returns the epsilon of a client's update; None: its defense has none."""
+    event = defense.event(training(size, args), size, round=1)
+    return None if event is None else compose([event], DELTA, FAST_ACCOUNTANT)[0].epsilon
+
+
+HEADING = (
+    f"{'size':>4} {'sent':<14} {'attack':<26} {'exact':>18} {'ROUGE-L (other)':>15} "
+    f"{'proved':>7} {'likely (exact)':>14} {'evidence':>14} {'seconds':>8} {'longest':>8} "
+    f"{'epsilon':>8}"
+)
+
+
+def line(begin: str, read: Figures) -> str:
+    """Returns figures as text, below HEADING."""
+    share = wilson(read.exact, read.texts)
+    count = f"{read.exact}/{read.texts} [{100 * share.low:.0f}, {100 * share.high:.0f}]"
+    rouge = f"{read.rougeL:.0f}" + ("" if read.other is None else f" ({read.other:.0f})")
+    evidence = f"{read.right:.0e}" + ("" if read.wrong is None else f", {read.wrong:.0e}")
+    epsilon = "-" if read.epsilon is None else f"{read.epsilon:.2g}"
     return (
-        f"{begin} {count:>18} {f'{own:.0f}{of_others}':>15} {proved:>7} {sure:>14} "
-        f"{evidence:>14} {mean(seconds):>8.1f} {max(seconds):>8.1f}"
+        f"{begin} {count:>18} {rouge:>15} {f'{read.proved}/{read.updates}':>7} "
+        f"{f'{read.likely} ({read.likely_exact})':>14} {evidence:>14} {read.seconds:>8.1f} "
+        f"{read.longest:>8.1f} {epsilon:>8}"
     )
 
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -9,9 +10,12 @@ import torch
 from fedleak.attacks import AttackSetting
 from fedleak.attacks.auto.coarseness import coarseness
 from fedleak.attacks.auto.maximum_likelihood import (
+    Evidence,
     Head,
     MaximumLikelihood,
     Rows,
+    _moved,
+    _Search,
     behind_layers,
     hides_proofs,
     masked_odds,
@@ -20,6 +24,8 @@ from fedleak.attacks.auto.maximum_likelihood import (
     word_odds,
 )
 from fedleak.attacks.auto.peeling import gradient_of
+from fedleak.attacks.clock import Clock
+from fedleak.attacks.matching.batch_structure import frame
 from fedleak.attacks.reconstruction import Status
 from fedleak.defenses.gaussian_noise import GaussianNoise
 from fedleak.defenses.mask import Mask
@@ -137,6 +143,41 @@ def test_masked_rows_are_compared_where_both_came():
     # The row of a word at two places is equal at none, and one that did not come says nothing.
     assert odds[1:, 2].tolist() == [-20.0, -20.0]
     assert odds[:, 3].tolist() == [0.0] * 3
+
+
+def test_odds_of_words_count_beside_those_of_places_that_are_certain():
+    """In float32 an odd word's 30 nats are lost beside 1e10."""
+    odds = Evidence(torch.zeros(3, 9), torch.full((3,), 1e10), range(3, 4), torch.arange(9.0))
+    assert odds((1, 2, 3)) - odds((1, 2, 2)) == pytest.approx(3.0)
+
+
+def test_a_word_that_is_in_the_text_already_is_tried_again_at_another_place(small):
+    """Its row is of both places, so it is equal at neither; the others have their places."""
+    model = small("bert", layers=1, width=48)
+    around = frame(model)
+    word, other, wrong = (id for id in range(50, 53))
+    odds_TV = torch.zeros(6, len(model.module.get_input_embeddings().weight))
+    odds_TV[:, word] = -20.0
+    in_text = torch.full((odds_TV.shape[1],), -25.0)
+    in_text[[word, other]] = 30.0
+    rows = Evidence(odds_TV, torch.zeros(6), range(5, 6), in_text)
+    none: Any = None  # it is not asked
+    search = _Search(model, around, rows, none, None, [0], Clock(None))
+    near = search._near((*around.first, word, wrong, other, *around.last), 2, 32)
+    assert (*around.first, word, word, other, *around.last) in near
+
+
+def test_texts_in_other_orders_have_two_stretches_exchanged():
+    """The obvious slow version: all ways to cut the words in four."""
+    ids = (0, 1, 2, 3, 4, 9)
+    moved = set[tuple[int, ...]]().union(*(_moved(ids, place, 1) for place in range(1, 5)))
+    slow = {
+        (0, *ids[1:i], *ids[j:k], *ids[i:j], *ids[k:5], 9)
+        for i in range(1, 6)
+        for j in range(i, 6)
+        for k in range(j, 6)
+    }
+    assert moved == slow - {ids}
 
 
 def test_a_gradient_of_other_weights_is_not_likely(small, observe):
