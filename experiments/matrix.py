@@ -26,6 +26,7 @@ from fedleak.audit.metrics.intervals import Interval, clustered_mean
 from fedleak.cli.mistakes import mended
 from fedleak.cli.sweeps import sweep as run_sweep
 from fedleak.config.families import FAMILY
+from fedleak.report.markdown import lines
 from fedleak.report.marked_pages import above
 from fedleak.report.words import in_words, short_key
 from fedleak.running import sweep
@@ -157,9 +158,7 @@ def markdown(grids: Sequence[Sweep]) -> Iterator[str]:
     yield from _in_all(rows, missing)
     yield ""
     heading = ["model", *map(short_key, keys), *attacks, f"best single attack above {AUTO}"]
-    yield _line(heading)
-    yield _line(["---"] * len(heading))
-    yield from map(_line, rows)
+    yield from lines(heading, rows)
 
 
 def _in_all(rows: Sequence[Sequence[str]], missing: int) -> Iterator[str]:
@@ -198,10 +197,6 @@ def _word(key: str, value: Any) -> str:
     if key == FAMILY and isinstance(value, dict):
         return " ".join(in_words(value[each]) for each in ("kind", "strength") if each in value)
     return in_words(value)
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

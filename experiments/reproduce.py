@@ -37,6 +37,7 @@ from fedleak.cli.sweeps import sweep as run_sweep
 from fedleak.config.experiment import Experiment
 from fedleak.config.families import FAMILY
 from fedleak.federation.schedule import expected_captures
+from fedleak.report.markdown import lines
 from fedleak.report.words import in_words, short_key
 from fedleak.running import sweep
 from fedleak.running.sweep import Sweep
@@ -145,8 +146,7 @@ def markdown(table: Table, grids: Sequence[Sweep]) -> Iterator[str]:
     metrics = [heading for name in METRICS.values() for heading in (name, *paper)]
     keys = [short_key(key.removesuffix(".name")) for key in axes]
     heading = [*keys, "attack", "answers", *metrics, "content", "chance"]
-    yield _line(heading)
-    yield _line(["---"] * len(heading))
+    cells = []
     runs = [grid.run(cell) for grid in grids for cell in grid.cells]
     begun = [run for run in runs if run.exists()]
     for run in begun:
@@ -158,7 +158,8 @@ def markdown(table: Table, grids: Sequence[Sweep]) -> Iterator[str]:
             if of_attack:
                 published = table.scores(settings, attack)
                 figures = _figures(of_attack, expected, published, bool(paper))
-                yield _line([*about, attack, *figures])
+                cells.append([*about, attack, *figures])
+    yield from lines(heading, cells)
     left = len(runs) - sum(run.info()["status"] == "finished" for run in begun)
     if left:
         yield f"\nnot finished: {left} of {len(runs)} cells"
@@ -225,10 +226,6 @@ def _at(settings: Mapping[str, Any], key: str) -> Any:
 def _word(value: Any) -> str:
     """Returns a value in few words; of a path the last two names."""
     return "/".join(in_words(value).split("/")[-2:])
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ are not finished are left out, and counted.
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import typer
@@ -35,6 +35,7 @@ from fedleak.report.drawings.chart import (
     span,
     write,
 )
+from fedleak.report.markdown import lines
 from fedleak.report.marked_pages import above
 from fedleak.report.words import interval
 from fedleak.running import sweep
@@ -238,17 +239,17 @@ def markdown(attacks: Cells, canaries: Cells, missing: int) -> Iterator[str]:
         "f-DP",
         "assumes nothing",
     ]
-    yield _line(heading)
-    yield _line(["---"] * len(heading))
+    rows = []
     for sigma in sorted({*attacks, *canaries}):
         attacked, audited = attacks.get(sigma), canaries.get(sigma)
-        yield _line(
+        rows.append(
             [
                 f"{sigma:g}" if sigma else UNDEFENDED,
                 *(NOT_RUN * 4 if attacked is None else _attacked(attacked)),
                 *(NOT_RUN * 4 if audited is None else _audited(audited)),
             ]
         )
+    yield from lines(heading, rows)
 
 
 def _attacked(cell: CellSummary) -> list[str]:
@@ -275,10 +276,6 @@ def _bound(epsilon: float | None) -> str:
     if epsilon is None:
         return "-"
     return f"{epsilon:.3g}" if epsilon > 0 else "nothing seen"
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

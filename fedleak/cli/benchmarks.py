@@ -102,13 +102,12 @@ def bench_table(
     RESULT is a bench.json; there may be several. Results of other versions, weights or texts are
     refused.
     """
+    from fedleak.report.marked_pages import above
     from fedleak.running.bench import markdown
 
     tables = markdown.markdown(markdown.read_results(paths))
     if page is None:
         print(tables)  # noqa: T201 - Markdown as it is, however wide
         return
-    if not page.is_file():
-        raise ConfigError(f"--into {str(page)!r}: there is no such file: make it")
-    page.write_text(markdown.into(page.read_text(encoding="utf-8"), tables), encoding="utf-8")
+    page.write_text(above(page, markdown.MARKER, "--into") + tables, encoding="utf-8")
     console.print(f"tables: {markup(page)}", soft_wrap=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 from fedleak.util.errors import ConfigError
 
 
-def above(page: Path, marker: str) -> str:
+def above(page: Path, marker: str, option: str = "--out") -> str:
     """Returns the text of a page down to its marker; for a new page, the marker alone.
 
     Raises:
@@ -15,5 +15,5 @@ def above(page: Path, marker: str) -> str:
         return marker
     written, separator, _ = page.read_text(encoding="utf-8").partition(marker)
     if not separator:
-        raise ConfigError(f"--out {str(page)!r} has no line {marker.strip()!r}: give a new file")
+        raise ConfigError(f"{option} {str(page)!r} has no line {marker.strip()!r}: give a new file")
     return written + marker

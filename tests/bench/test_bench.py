@@ -278,7 +278,7 @@ def test_the_page_of_the_benchmark_is_current():
     assert results
     page = (ROOT / "docs" / "benchmark.md").read_text()
     read = markdown.read_results(results)
-    assert markdown.into(page, markdown.markdown(read)) == page, (
+    assert page.partition(markdown.MARKER)[2] == markdown.markdown(read), (
         "run `fedleak bench-table experiments/bench/results/*.json --into docs/benchmark.md`"
     )
     suite = suites.load(read[0].suite)

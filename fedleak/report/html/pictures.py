@@ -156,11 +156,12 @@ def _by_round(
         for name, points in lines.items()
         for round, figure in points
     ]
+    rounds = sorted({round for points in lines.values() for round, _ in points})
     marked = [{"x": round, "series": ATTACKED} for round in attacked if len(attacked) <= 20]
     series = [Series.numbered(name, number, number) for number, name in enumerate(lines)]
     series.append(Series(ATTACKED, shape="stroke", dash=(2, 2)))
     drawn = panel(
-        numbers("round", tickMinStep=1, format="d"),
+        numbers("round", values=rounds[:: math.ceil(len(rounds) / 10)]),
         numbers(heading),
         present(series, rows, marked),
         points=rows,

@@ -95,18 +95,6 @@ def markdown(results: Sequence[Result]) -> str:
     )
 
 
-def into(page: str, tables: str) -> str:
-    """Returns a page with the tables below its marker.
-
-    Raises:
-        ConfigError: It has no marker.
-    """
-    written, marker, _ = page.partition(MARKER)
-    if not marker:
-        raise ConfigError(f"the page has no line {MARKER.strip()!r}: put it where the tables begin")
-    return written + MARKER + tables
-
-
 def _source(mark: str, result: Result) -> Iterator[str]:
     """Yields what a result was made with."""
     letter, machine = f"**{mark[2:-1]}**: " if mark else "", result.machine
