@@ -2,6 +2,7 @@
 
     python experiments/benchmarks/scale.py many [--clients 1000]
     python experiments/benchmarks/scale.py large [--clients 50] [--layers 12] [--width 768]
+    python experiments/benchmarks/scale.py turns [--clients 12] [--layers 12] [--width 768]
 
 `many` is one round of `builtin/bert-tiny` (FedSGD). `large` is one round of FedAvg of a BERT
 classifier with random weights, 30,522 tokens and the size of BERT-base, short texts. Both run in
@@ -17,12 +18,18 @@ Memory is the most that the process ever held in pages of its own (anonymous one
 mapped are not counted), without the workers that attack. What capturing costs a round: the seconds
 that the thread that trains spends in `Beside` (waiting for the disk), which is all that a capture
 adds to summing an update; and the seconds that the thread beside it writes.
+
+`turns` is the round of `large` that keeps every capture and attacks none. A client's turn is the
+time from the beginning of its training to that of the next client's: the training, and sending,
+receiving, summing and capturing the update.
 """
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import shutil
+import statistics
 import tempfile
 import threading
 import time
@@ -37,6 +44,7 @@ import torch
 from fedleak import models
 from fedleak.config.loading import parse
 from fedleak.federation.workload import divide, outline, read_data
+from fedleak.flower.client import app as client_app
 from fedleak.flower.engines import train
 from fedleak.flower.server.round_sum import Beside
 from fedleak.models import builtin, loading
@@ -53,7 +61,7 @@ WAITING = 4
 
 def table(name: str, model: str, clients: int) -> dict[str, Any]:
     """Returns the experiment."""
-    algorithm = "fedavg" if name == "large" else "fedsgd"
+    algorithm = "fedsgd" if name == "many" else "fedavg"
     return {
         "name": name,
         "model": {"name": model},
@@ -200,6 +208,25 @@ def whole_run(settings: dict[str, Any], path: Path, note: Path) -> None:
     note.write_text(json.dumps(found))
 
 
+def turns(settings: dict[str, Any], path: Path) -> None:
+    """Trains, and prints how long the turns of clients take."""
+    torch.set_num_threads(1)
+    experiment = parse({**settings, "audit": {"keep": "all"}})
+    spans: list[tuple[float, float]] = []
+
+    def timed(*arguments: Any, **named: Any) -> Any:
+        begin = time.perf_counter()
+        update = local_update_(*arguments, **named)
+        spans.append((begin, time.perf_counter()))
+        return update
+
+    client_app.local_update_ = timed  # type: ignore[attr-defined]
+    train(preparation.prepare(experiment, path), experiment)
+    turn = statistics.median(b - a for (a, _), (b, _) in itertools.pairwise(spans))
+    training = statistics.median(end - begin for begin, end in spans)
+    print(f"a client's turn: {turn:.2f} s, {turn / training:.2f} times its training")
+
+
 def in_process(target: Callable[..., None], *arguments: Any) -> BaseProcess:
     """Starts a process."""
     process = multiprocessing.get_context("spawn").Process(target=target, args=arguments)
@@ -230,20 +257,24 @@ def result(path: Path) -> tuple[str, list[tuple[Any, ...]]]:
 def main() -> int:
     """Measures, and prints a line for each figure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["many", "large"])
-    parser.add_argument("--clients", type=int, help="1000, or 50 of the large model")
+    parser.add_argument("what", choices=["many", "large", "turns"])
+    parser.add_argument("--clients", type=int, help="1000; 50 of the large model; 12 turns")
     parser.add_argument("--layers", type=int, default=12, help="of the large model")
     parser.add_argument("--width", type=int, default=768, help="of the large model")
     parser.add_argument("--kill", type=float, nargs="*", default=[0.1, 0.5, 0.9], metavar="SHARE")
     parser.add_argument("--folder", type=Path, help="where runs go; left out: a temporary one")
     given = parser.parse_args()
-    clients = given.clients or (50 if given.what == "large" else 1000)
+    clients = given.clients or {"many": 1000, "large": 50, "turns": 12}[given.what]
     with tempfile.TemporaryDirectory(dir=given.folder) as name:
         folder = Path(name)
         model = "builtin/bert-tiny"
-        if given.what == "large":
+        if given.what != "many":
             model = large_model(folder / "model", given.layers, given.width)
-        return measure(table(given.what, model, clients), folder, given.kill)
+        settings = table(given.what, model, clients)
+        if given.what == "turns":
+            turns(settings, folder / "run")
+            return 0
+        return measure(settings, folder, given.kill)
 
 
 def measure(settings: dict[str, Any], folder: Path, kills: list[float]) -> int:

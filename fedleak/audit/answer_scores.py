@@ -169,7 +169,8 @@ def counted(
 ) -> Sequence[Sequence[int]]:
     """Returns the answers that count for a batch of so many texts."""
     # Whoever wrote a run may have put a book into an answer; clients train on none.
-    return _each_once([ids[: model.max_length] for ids in answers], size)[:size]
+    longest = model.max_length
+    return _each_once([ids[:longest] for ids in answers], size)[:size]
 
 
 def _each_once(answers: Sequence[Sequence[int]], size: int) -> Sequence[Sequence[int]]:

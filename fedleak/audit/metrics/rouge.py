@@ -60,7 +60,7 @@ def rouge(answer: str, truth: str) -> Rouge:
 
 def _common(own: Counter[Any], true: Counter[Any]) -> int:
     """Returns how many of the words or pairs of one text are in the other."""
-    return sum(min(count, true[word]) for word, count in own.items() if word in true)
+    return sum(min(own[word], true[word]) for word in own.keys() & true.keys())
 
 
 def _longest_common(own: _Words, true: _Words) -> int:
@@ -68,8 +68,9 @@ def _longest_common(own: _Words, true: _Words) -> int:
     every = (1 << len(true.words)) - 1
     open_ = every
     for word in own.words:
-        matched = open_ & true.places.get(word, 0)
-        open_ = ((open_ + matched) | (open_ - matched)) & every
+        if word in true.places:  # without a match nothing changes
+            matched = open_ & true.places[word]
+            open_ = ((open_ + matched) | (open_ - matched)) & every
     return len(true.words) - open_.bit_count()
 
 
