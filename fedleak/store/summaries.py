@@ -183,7 +183,7 @@ class Direction(StrEnum):
 
     WORSE = "reads more"
     BETTER = "reads less"
-    UNTOLD = "not told"
+    UNTOLD = "unclear"
 
 
 class Difference(Record):
