@@ -139,6 +139,8 @@ def numbers(heading: str, ends: Sequence[float] = (), *, log: bool = False, **ax
         log: Draw it on a log scale.
         axis: Properties of the axis.
     """
+    if not log:  # Vega rounds a tick that stands alone
+        axis = {"format": ".6~g", **axis}
     scale: Chart = {"zero": False, "type": "log" if log else "linear"}
     if ends:
         scale["domain"] = [*ends]
