@@ -557,7 +557,7 @@ def test_a_picture_is_drawn_once_for_light_and_dark_pages() -> None:
     [
         ({50: 0.78}, ["50", "0.78"]),
         ({0: 0.5, 1: 0.75}, ["0", "1", "0.5", "0.55", "0.6", "0.65", "0.7", "0.75"]),
-        ({0: 10.0, 30: 20.0}, [*map(str, range(0, 31, 3)), *map(str, range(10, 21, 2))]),
+        ({0: 10.0, 30: 20.0}, ["0", "30", *map(str, range(10, 21, 2))]),
     ],
 )
 def test_a_tick_says_where_it_stands(figures: dict[int, float], ticks: list[str]) -> None:
