@@ -7,11 +7,14 @@ AdamW, 10 steps of 16 texts, clipping at 1 and bfloat16 autocast: an update is o
 `--warm` steps of 8 other texts have trained the adapters. The attacker is told nothing of a client.
 It is asked about `--asked` of a client's texts and as many that are in no update, and has public
 texts. A sum is of a client's update and those of the next ones; its members are the first client's.
+In each of `--rounds` all clients train on the same texts again, and scores are means over rounds.
 
 Prints a line per sum and score: the area under the ROC curve with its 95 % interval over clients,
 and the share of members found where 5 % of the others are accused. Then CPU seconds.
 
   residual    `membership`'s first score
+  centred     less the mean of what the other clients' updates of the round say of the same text
+  FedMIA      and divided by the standard deviation of that (Zhu et al. 2024)
   cosine      of a text's gradient and the update, each tensor in its own unit
   ProjRes     how much of a text's hidden states lies in the rows of the updates of A, mean over
               layers and tokens (arXiv 2604.21197; its own attack takes rows of whole weights, which
@@ -23,7 +26,7 @@ import os
 import random
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -32,7 +35,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedleak.attacks.membership.likelihood import Background, Moments, gradients, products
+from fedleak.attacks.membership.likelihood import covariance, gradients, products
 from fedleak.audit.estimates import estimate
 from fedleak.audit.privacy.membership import shares_won
 from fedleak.models import CAUSAL_LM, LanguageModel, ModelSpec, loading, pad
@@ -66,6 +69,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--asked", type=int, default=80)
     parser.add_argument("--public", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--sums", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--assets", type=Path, default=os.environ.get("FEDLEAK_ASSETS"))
     args = parser.parse_args()
@@ -76,15 +80,18 @@ def main() -> None:
     lora = Lora(32, 64.0, None, 0.075)
     spec = ModelSpec(name=str(folder), task=CAUSAL_LM, num_labels=1, seed=0, lora=lora)
     model = loading.load(spec)
-    corpus = texts(args.assets / "data", args.text)
-    ids = [tuple(tokens[: args.tokens]) for tokens in model.encode(corpus)]
-    trained = federation(model, [text for text in dict.fromkeys(ids) if len(text) > 5], args)
-    print(f"training: {time.process_time():.0f} CPU seconds", flush=True)
-    begin = time.process_time()
-    scores = scored(model, trained, args)
-    for (count, name), of_clients in scores.items():
-        print(line(count, name, of_clients), flush=True)
-    print(f"attacks: {time.process_time() - begin:.0f} CPU seconds")
+    sentences = texts(args.assets / "data", args.text)
+    ids = [tuple(tokens[: args.tokens]) for tokens in model.encode(sentences)]
+    corpus = [text for text in dict.fromkeys(ids) if len(text) > 5]
+    pooled: dict[tuple[int, str], list[list[Tensor]]] = defaultdict(list)
+    for number, trained in enumerate(rounds(model, corpus, args), 1):
+        for score, of_clients in scored(model, trained, args).items():
+            pooled[score].append(of_clients)
+            means = [
+                torch.stack(of_rounds).mean(0) for of_rounds in zip(*pooled[score], strict=True)
+            ]
+            print(f"{number} rounds  {line(*score, means, args.asked)}", flush=True)
+        print(f"{time.process_time():.0f} CPU seconds", flush=True)
 
 
 def texts(folder: Path, name: str) -> list[str]:
@@ -100,10 +107,10 @@ def texts(folder: Path, name: str) -> list[str]:
     return corpus
 
 
-def federation(
+def rounds(
     model: LanguageModel, corpus: Sequence[tuple[int, ...]], args: argparse.Namespace
-) -> Federation:
-    """Trains the clients; the model then has the weights that they began with."""
+) -> Iterator[Federation]:
+    """Trains the clients, and yields each round with the model that they began with."""
     local = LocalTraining(
         kind=UpdateKind.DELTA,
         batch_size=BATCH,
@@ -116,52 +123,71 @@ def federation(
     if used:
         before = replace(local, batch_size=8, learning_rate=2e-4)
         local_update_(model, corpus[:used], [0] * used, before, seed=99)
-    start = {name: value.clone() for name, value in model.parameters().items()}
-    updates, members = [], []
-    for client in range(args.clients):
-        batch = list(corpus[used : used + SIZE])
-        updates.append(dict(local_update_(model, batch, [0] * SIZE, local, seed=client).tensors))
-        members.append(batch)
-        used += SIZE
-        with torch.no_grad():
-            for name, value in model.trained().items():
-                value.copy_(start[name])
-    return Federation(updates, members, list(corpus[used:]))
+    members = [
+        list(corpus[start : start + SIZE])
+        for start in range(used, used + SIZE * args.clients, SIZE)
+    ]
+    others = list(corpus[used + SIZE * args.clients :])
+    for number in range(args.rounds):
+        start = {name: value.clone() for name, value in model.trained().items()}
+        updates = []
+        for client, batch in enumerate(members):
+            seed = number * args.clients + client
+            update = local_update_(model, batch, [0] * SIZE, local, seed=seed)
+            updates.append(dict(update.tensors))
+            moved_(model, start)
+        yield Federation(updates, members, others)
+        moved_(model, {name: value + mean(updates)[name] for name, value in start.items()})
+
+
+def moved_(model: LanguageModel, weights: Mapping[str, Tensor]) -> None:
+    """Gives a model other adapters."""
+    with torch.no_grad():
+        for name, value in model.trained().items():
+            value.copy_(weights[name])
+
+
+def mean(updates: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Returns the mean of updates."""
+    return {name: torch.stack([one[name] for one in updates]).mean(0) for name in updates[0]}
 
 
 def scored(
     model: LanguageModel, trained: Federation, args: argparse.Namespace
-) -> Mapping[tuple[int, str], list[tuple[Tensor, Tensor]]]:
-    """Returns by sum and score, for each client the scores of its texts and of others."""
+) -> dict[tuple[int, str], list[Tensor]]:
+    """Returns by sum and score, for each client the scores of its texts and then of others [K]."""
     names = list(trained.updates[0])
     public = [Example(text, None) for text in trained.others[: args.public]]
     background = gradients(model, public, names)
-    scores: dict[tuple[int, str], list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    scores: dict[tuple[int, str], list[Tensor]] = defaultdict(list)
+    asked, rows, null = [], [], defaultdict(list)
     for client, members in enumerate(trained.members):
         first = args.public + client * args.asked
-        asked = [*members[: args.asked], *trained.others[first : first + args.asked]]
-        rows = gradients(model, [Example(text, None) for text in asked], names)
-        states = hidden_states(model, asked)
-        for count in args.sums:
+        asked.append([*members[: args.asked], *trained.others[first : first + args.asked]])
+        rows.append(gradients(model, [Example(text, None) for text in asked[-1]], names))
+    for count in args.sums:
+        for client in range(args.clients):
             summed = [(client + i) % args.clients for i in range(count)]
-            sent = {
-                name: torch.stack([trained.updates[i][name] for i in summed]).mean(0)
-                for name in names
-            }
-            covariance = {}
-            for name in names:
-                update_X, n = -sent[name].flatten() / RATE, count * SIZE
-                moments = Moments.of(background[name].clone(), update_X, n, adaptive=True)
-                covariance[name] = Background.of(moments, n)
-            ratio_K, variance_K, inner_K, square_K = products(rows, covariance)
-            of_name = {
-                "residual": ratio_K / variance_K.sqrt(),
-                "cosine": inner_K / square_K.sqrt(),
-                "ProjRes": projected(states, sent),
-            }
-            for name, values_K in of_name.items():
-                pair = (values_K[: args.asked], values_K[args.asked :])
-                scores[count, name].append(pair)
+            sent = mean([trained.updates[i] for i in summed])
+            backgrounds = covariance(
+                {name: value.clone() for name, value in background.items()},
+                {name: -value / RATE for name, value in sent.items()},
+                count * SIZE,
+                adaptive=True,
+            )
+            ratio_K, variance_K, inner_K, square_K = products(rows[client], backgrounds)
+            scores[count, "residual"].append(ratio_K / variance_K.sqrt())
+            scores[count, "cosine"].append(inner_K / square_K.sqrt())
+            scores[count, "ProjRes"].append(projected(hidden_states(model, asked[client]), sent))
+            if count == 1:  # what this update says of texts that others were asked about
+                for other in range(args.clients):
+                    if other != client:
+                        ratio_K, variance_K, *_ = products(rows[other], backgrounds)
+                        null[other].append(ratio_K / variance_K.sqrt())
+    for client, own_K in enumerate(scores.get((1, "residual"), ())):
+        null_UK = torch.stack(null[client])
+        scores[1, "centred"].append(own_K - null_UK.mean(0))
+        scores[1, "FedMIA"].append((own_K - null_UK.mean(0)) / null_UK.std(0))
     return scores
 
 
@@ -196,10 +222,11 @@ def projected(states: Sequence[tuple[Tensor, ...]], sent: Mapping[str, Tensor]) 
     return -torch.tensor([residual(layers) for layers in states])
 
 
-def line(count: int, name: str, of_clients: Sequence[tuple[Tensor, Tensor]]) -> str:
-    """Returns the figures of a sum and score as text."""
+def line(count: int, name: str, of_clients: Sequence[Tensor], asked: int) -> str:
+    """Returns the figures of a sum and score as text: of each client `asked` texts were in."""
     areas, found, clusters = [], [], []
-    for client, (members_K, others_K) in enumerate(of_clients):
+    for client, scores_K in enumerate(of_clients):
+        members_K, others_K = scores_K[:asked], scores_K[asked:]
         areas += shares_won(members_K.tolist(), others_K.tolist())
         threshold = np.quantile(others_K.numpy(), 0.95)
         found += (members_K > threshold).double().tolist()

@@ -47,7 +47,7 @@ class Membership:
     """
 
     kind: ClassVar[str] = "membership"
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     uses: ClassVar[frozenset[str]] = QUESTIONS
     candidates: Annotated[str, AfterValidator(absolute)] | None = None
 

@@ -16,8 +16,10 @@ units of its root mean square; under much noise it is the product of g and u. Ad
 divide gradients by that root themselves, so g and G are divided by it, too.
 
 Nobody has to tell how much noise there is. The square of u, and the mean square of its products
-with the public gradients, are as large as the model says: that gives s, by least squares over all
-tensors, and then sigma in each (the method of moments).
+with the public gradients, are as large as the model says: that gives s, and then sigma (the method
+of moments). A tensor whose products noise alone cannot explain has an s of its own. Of another
+its own would be chance, and would weigh the tensor by chance: it has the one that fits all tensors
+best, by least squares. Where noise explains all of them, s is next to none.
 
 Shapes: K candidates, P public texts, X numbers of a tensor.
 """
@@ -40,8 +42,12 @@ NUMBERS = 2**29
 AT_ONCE = 16
 """Candidates whose gradients are in memory together."""
 
-LEAST = 1e-4
-"""Share of an update that gradients make at least: less, and nothing would be compared."""
+LEAST = 1e-10
+"""Share of an update that gradients make where noise explains all of it."""
+
+SURE = 20.0
+"""Standard deviations of noise above which products with public gradients say what s is. These are
+squares, and of small tensors few: they are far from normal."""
 
 _TINY = 1e-300
 
@@ -81,16 +87,12 @@ def statistics(
         public: Texts that are in no update; the first ones that there is room for are used.
         seen: An update of which some tensor can be compared.
     """
-    observed, n = as_gradient(seen), seen.update.num_examples
+    observed = as_gradient(seen)
     names = compared(model, observed)
     used = public[: NUMBERS // sum(observed[name].numel() for name in names)]
     adaptive = (seen.knowledge.recipe or Recipe()).optimiser != "sgd"
     rows = gradients(model, used, names)
-    tensors = {
-        name: Moments.of(rows.pop(name), observed[name].flatten().cpu(), n, adaptive=adaptive)
-        for name in names
-    }
-    backgrounds = {name: Background.of(tensors.pop(name), n) for name in names}
+    backgrounds = covariance(rows, observed, seen.update.num_examples, adaptive=adaptive)
     parts = [
         products(gradients(model, listed[start : start + AT_ONCE], names), backgrounds)
         for start in range(0, len(listed), AT_ONCE)
@@ -128,8 +130,10 @@ class Moments(NamedTuple):
         power_X: Their mean square.
         update_X: The update, as a gradient.
         square: Of the update.
-        factor: s^2.
-        noise: sigma^2.
+        expected: What it is without noise, in units of s^2.
+        excess: How much larger the squares of the update's products with the public gradients are
+            than noise alone makes them, in standard deviations of that.
+        slope: What the excess is expected to be, in units of s^2.
     """
 
     public_PX: Tensor
@@ -137,8 +141,9 @@ class Moments(NamedTuple):
     power_X: Tensor
     update_X: Tensor
     square: float
-    factor: float
-    noise: float
+    expected: float
+    excess: float
+    slope: float
 
     @classmethod
     def of(cls, public_PX: Tensor, update_X: Tensor, n: int, *, adaptive: bool) -> "Moments":
@@ -155,7 +160,7 @@ class Moments(NamedTuple):
         scale_X = torch.ones(numbers)
         if texts < 2 or not public_PX.any():
             nothing = torch.zeros(numbers)
-            return cls(public_PX, scale_X, nothing, update_X, square, 1.0, square / numbers)
+            return cls(public_PX, scale_X, nothing, update_X, square, 0.0, 0.0, 0.0)
         # Few texts say little of the square of a number: the tensor's mean counts as one more.
         power_X = public_PX.square().mean(0)
         power_X = (texts * power_X + power_X.mean()) / (texts + 1)
@@ -175,11 +180,35 @@ class Moments(NamedTuple):
         mean_P = apart_PP.sum(1) / (texts - 1)
         own = of_batch(float(apart_PP.square().sum()) / pairs, float(mean_P.square().mean()))
         excess = float(own_P.square().mean()) - power * square / numbers
-        slope = own - power * expected / numbers
-        factor = excess / slope if slope > 0 else 0.0
-        factor = max(factor, LEAST * square / max(expected, _TINY))
-        noise = max(0.0, (square - factor * expected) / numbers)
-        return cls(public_PX, scale_X, power_X, update_X, square, factor, noise)
+        slope = max(0.0, own - power * expected / numbers)
+        # Under noise alone the products are normal, with the covariance of the public gradients.
+        deviation = 2**0.5 * square / numbers * float(gram_PP.norm()) / texts
+        return cls(
+            public_PX=public_PX,
+            scale_X=scale_X,
+            power_X=power_X,
+            update_X=update_X,
+            square=square,
+            expected=expected,
+            excess=excess / deviation,
+            slope=slope / deviation,
+        )
+
+
+def factors(tensors: Mapping[str, Moments]) -> dict[str, float]:
+    """Returns s^2 of each tensor."""
+    product = sum(tensor.excess * tensor.slope for tensor in tensors.values())
+    slopes = sum(tensor.slope**2 for tensor in tensors.values())
+    if product <= SURE * slopes**0.5:
+        square = sum(tensor.square for tensor in tensors.values())
+        expected = sum(tensor.expected for tensor in tensors.values())
+        return dict.fromkeys(tensors, LEAST * square / expected if expected else 1.0)
+    return {
+        name: tensor.excess / tensor.slope
+        if tensor.excess > SURE and tensor.slope
+        else product / slopes
+        for name, tensor in tensors.items()
+    }
 
 
 class Background(NamedTuple):
@@ -206,10 +235,17 @@ class Background(NamedTuple):
     live: int
 
     @classmethod
-    def of(cls, tensor: Moments, n: int) -> "Background":
-        """Returns the covariance in a tensor of an update of n texts; its rows are used up."""
-        live, share = int(tensor.update_X.count_nonzero()), tensor.factor / n
-        weight_X = (share * tensor.power_X + tensor.noise).rsqrt()
+    def of(cls, tensor: Moments, factor: float, n: int) -> "Background":
+        """Returns the covariance in a tensor of an update of n texts; its rows are used up.
+
+        Args:
+            tensor: What is known of it.
+            factor: s^2.
+            n: Texts in the update.
+        """
+        live, share = int(tensor.update_X.count_nonzero()), factor / n
+        noise = max(0.0, tensor.square - factor * tensor.expected) / len(tensor.update_X)
+        weight_X = (share * tensor.power_X + noise).rsqrt()
         scaled_X = weight_X * share**0.5
         span_PX = tensor.public_PX.mul_(scaled_X)
         update_X = tensor.update_X * weight_X
@@ -234,10 +270,30 @@ class Background(NamedTuple):
         rows_KX = rows_KX * self.unit
         inner_K, square_K = rows_KX @ self.plain_X, rows_KX.square().sum(1)
         rows_KX *= self.scale_X / self.unit
-        explained_KP = rows_KX @ self.span_PX.T @ self.inverse_PP
+        shared_KP = rows_KX @ self.span_PX.T
+        explained_KP = shared_KP @ self.inverse_PP
         ratio_K = rows_KX @ self.update_X - explained_KP @ self.own_P
-        variance_K = rows_KX.square().sum(1) - (explained_KP * (rows_KX @ self.span_PX.T)).sum(1)
+        variance_K = rows_KX.square().sum(1) - (explained_KP * shared_KP).sum(1)
         return torch.stack([ratio_K, variance_K, inner_K, square_K]).double()
+
+
+def covariance(
+    public: Mapping[str, Tensor], observed: Mapping[str, Tensor], n: int, *, adaptive: bool
+) -> dict[str, Background]:
+    """Returns the covariance in each tensor of an update.
+
+    Args:
+        public: Gradients of public texts, by tensor [P, X]; they are used up.
+        observed: The update, as a gradient.
+        n: Texts in it.
+        adaptive: The client's optimiser divides by the root mean square.
+    """
+    tensors = {
+        name: Moments.of(rows_PX, observed[name].flatten().cpu(), n, adaptive=adaptive)
+        for name, rows_PX in public.items()
+    }
+    factor = factors(tensors)
+    return {name: Background.of(tensor, factor[name], n) for name, tensor in tensors.items()}
 
 
 def products(rows: Mapping[str, Tensor], backgrounds: Mapping[str, Background]) -> Tensor:

@@ -8,7 +8,14 @@ import torch
 from fedleak.attacks.certificate import as_gradient
 from fedleak.attacks.membership import likelihood
 from fedleak.attacks.membership.attack import Membership
-from fedleak.attacks.membership.likelihood import Moments, compared, statistics
+from fedleak.attacks.membership.likelihood import (
+    Moments,
+    compared,
+    covariance,
+    factors,
+    products,
+    statistics,
+)
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, batch_loss
 from fedleak.training.observation import Example, UpdateKind
 from fedleak.training.recipe import Recipe
@@ -36,6 +43,11 @@ def examples_of(model, texts):
     ]
 
 
+def noise_of(tensor, factor):
+    """The square of the noise in each number that is left if gradients count s^2 = factor."""
+    return max(0.0, tensor.square - factor * tensor.expected) / len(tensor.update_X)
+
+
 @pytest.mark.parametrize("built", BUILT, ids="-".join)
 @pytest.mark.parametrize("optimiser", ["gradient", "sgd", "adamw"])
 def test_the_statistic_is_that_of_the_whole_covariance(small, observe, texts, built, optimiser):
@@ -55,6 +67,17 @@ def test_the_statistic_is_that_of_the_whole_covariance(small, observe, texts, bu
     ratio_K, variance_K = torch.zeros(2, 5, dtype=torch.float64)
     inner_K, square_K = torch.zeros(2, 5, dtype=torch.float64)
     numbers = 0
+    adaptive = optimiser == "adamw"
+    tensors = {
+        name: Moments.of(
+            torch.stack([row[name].flatten() for row in rows[5:]]),
+            observed[name].flatten(),
+            3,
+            adaptive=adaptive,
+        )
+        for name in names
+    }
+    factor = factors(tensors)
     for name in names:
         g_KX, p_PX = (
             torch.stack([row[name].flatten() for row in part]).double()
@@ -65,14 +88,13 @@ def test_the_statistic_is_that_of_the_whole_covariance(small, observe, texts, bu
         inner_K += g_KX @ u_X / unit**2
         square_K += g_KX.square().sum(1) / unit**2
         numbers += int(u_X.count_nonzero())
-        adaptive = optimiser == "adamw"
-        moments = Moments.of(p_PX.float(), u_X.float(), 3, adaptive=adaptive)
         power_X = (4 * p_PX.square().mean(0) + p_PX.square().mean()) / 5
         if adaptive:
             g_KX, p_PX = g_KX / power_X.sqrt(), p_PX / power_X.sqrt()
             power_X = torch.ones_like(power_X)
-        share = moments.factor / 3
-        s_XX = torch.diag(share * power_X + moments.noise) + share * p_PX.T @ p_PX / 4
+        noise = noise_of(tensors[name], factor[name])
+        share = factor[name] / 3
+        s_XX = torch.diag(share * power_X + noise) + share * p_PX.T @ p_PX / 4
         g_KX = share**0.5 * g_KX
         ratio_K += g_KX @ torch.linalg.solve(s_XX, u_X)
         variance_K += (g_KX * torch.linalg.solve(s_XX, g_KX.T).T).sum(1)
@@ -94,8 +116,50 @@ def test_moments_are_those_that_an_update_was_made_with(noise):
 
     update_X = 0.1 * drawn(16).mean(0) + noise * torch.randn(20_000, generator=rng)
     moments = Moments.of(drawn(60), update_X, 16, adaptive=False)
-    assert moments.factor**0.5 == pytest.approx(0.1, rel=0.1)
-    assert moments.noise**0.5 == pytest.approx(noise, rel=0.02, abs=0.02)
+    factor = factors({"one": moments})["one"]
+    assert factor**0.5 == pytest.approx(0.1, rel=0.1)
+    assert noise_of(moments, factor) ** 0.5 == pytest.approx(noise, rel=0.02, abs=0.02)
+
+
+@pytest.mark.parametrize(("sigma", "limit"), [(1.0, 0.74), (2.0, 0.6)])
+def test_under_much_noise_it_tells_nearly_what_one_could_who_knows_all(sigma, limit):
+    """DP-SGD: gradients of unit norm in tensors of unlike sizes, noise on their sum.
+
+    Whoever knows sigma, clipping and how the others are distributed has the product as likelihood
+    ratio, because the gradients are orthogonal in expectation.
+    """
+    rng, sizes = stream(5), [100, 300, 3000] * 4
+    shares = torch.rand(len(sizes), generator=rng) + 0.1
+
+    def drawn(count):
+        parts = [
+            torch.randn(count, size, generator=rng) * (share / size) ** 0.5
+            for size, share in zip(sizes, shares, strict=True)
+        ]
+        norm_K1 = torch.cat(parts, 1).norm(dim=1, keepdim=True)
+        return {str(number): part / norm_K1 for number, part in enumerate(parts)}
+
+    own, known, public = [], [], drawn(30)
+    for _ in range(100):
+        rows = drawn(4)
+        update = {
+            name: (part[:2].sum(0) + sigma * torch.randn(part.shape[1], generator=rng)) / 2
+            for name, part in rows.items()
+        }
+        gradients = {name: part.clone() for name, part in public.items()}
+        backgrounds = covariance(gradients, update, 2, adaptive=False)
+        ratio_K, variance_K, *_ = products(rows, backgrounds)
+        own.append(ratio_K / variance_K.sqrt())
+        known.append(sum(part @ update[name] for name, part in rows.items()))
+    best = won(torch.stack(known))
+    assert best > limit
+    assert won(torch.stack(own)) > best - 0.015
+
+
+def won(scores_NK):
+    """The share of pairs of which the first two, who were in, are above the others."""
+    members, others = scores_NK[:, :2, None], scores_NK[:, None, 2:]
+    return float((members > others).double().mean())
 
 
 def test_fewer_public_texts_are_used_where_there_is_no_room(small, observe, texts, monkeypatch):
