@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fedleak.config.experiment import Experiment
 
 QUICKSTART = [shipped("quickstart-llama.toml"), shipped("quickstart-gpt2.toml")]
+PRESET = [shipped("preset.toml")]
 
 
 def run(
@@ -31,8 +32,9 @@ def run(
 ) -> None:
     """Train with Flower clients, capture what the server receives, attack it and score it.
 
-    FILE is an experiment file. Without one, the two experiments of the quickstart run. The run.json
-    of a run is one, too; programs that it names need `--allow-commands` if it is somebody else's.
+    FILE is an experiment file. Without one, the two experiments of the quickstart run; with `--set
+    preset=flowertune` a round in that setting. The run.json of a run is one, too; programs that it
+    names need `--allow-commands` if it is somebody else's.
 
     Results go to runs/NAME. The same command again finishes what is left.
     """
@@ -43,8 +45,9 @@ def run(
     from fedleak.running import pipeline
     from fedleak.running.preparation import prepare, refuse_data_on_nodes
 
-    experiments = [load(path, changes or ()) for path in files or QUICKSTART]
-    for path, experiment in zip(files or QUICKSTART, experiments, strict=True):
+    files = files or (PRESET if "preset" in _by_key(changes or ()) else QUICKSTART)
+    experiments = [load(path, changes or ()) for path in files]
+    for path, experiment in zip(files, experiments, strict=True):
         refuse_data_on_nodes(experiment)
         if path.suffix == RUN_JSON and not allow_commands:
             refuse_stored_programs(path.parent, experiment, changes or ())

@@ -13,6 +13,7 @@ from fedleak.attacks.analytic.probes import Probes
 from fedleak.attacks.auto.attack import Auto
 from fedleak.attacks.matching.dlg import Dlg
 from fedleak.attacks.subspace.dager import Dager
+from fedleak.cli.runs import PRESET
 from fedleak.config.checks import (
     attack_settings,
     check_attacks,
@@ -370,6 +371,15 @@ def test_what_a_preset_sets_are_keys_of_an_experiment(preset):
     table = experiment.model_dump(mode="json")
     for key, value in settings(preset):
         assert reduce(lambda part, name: part[name], key.split("."), table) == value
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_on_the_command_line_needs_no_file(preset):
+    (file,) = PRESET
+    experiment = load(file, [f"preset={preset}"])
+    outlined = outline(experiment, 2)
+    check_attacks(experiment, outlined)
+    assert "membership" in {named.name for named in experiment.attacks}
 
 
 def test_experiments_without_a_client_table_are_what_they_were():
