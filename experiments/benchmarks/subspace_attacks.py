@@ -13,6 +13,7 @@ no other fact.
   gpt2-keyspan    as gpt2-dager
   stories-*       stories15m (LLaMA, 6 x 288, pretrained), classifier, whole update
   stories-f16-*   the same, sent in float16; stories-bf16-*: in bfloat16
+  stories-lora*   the same with new adapters of that rank, which alone are sent, with the classifier
   smollm-*        SmolLM2-135M (LLaMA, 30 x 576, pretrained), from the folder of --smollm
 
 The columns:
@@ -48,6 +49,7 @@ from fedleak.attacks.subspace.dager import Dager
 from fedleak.attacks.subspace.keyspan import Keyspan
 from fedleak.audit.metrics.intervals import wilson
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec, loading
+from fedleak.models.lora import Lora
 from fedleak.training.local import local_update_
 from fedleak.training.observation import Knowledge, Observation, UpdateKind
 from fedleak.training.settings import LocalTraining
@@ -60,7 +62,10 @@ QUERY = ["layer.0.attention.self.query.weight"]
 
 
 class Case(NamedTuple):
-    """An attack on one model. `shared`: patterns of what is sent, None is all; `dtype`: how."""
+    """An attack on one model.
+
+    `shared`: patterns of what is sent, None is all; `dtype`: how; `rank`: of adapters, 0 is none.
+    """
 
     name: str
     model: str
@@ -68,6 +73,7 @@ class Case(NamedTuple):
     batch_sizes: tuple[int, ...]
     shared: list[str] | None = None
     dtype: torch.dtype = torch.float32
+    rank: int = 0
 
 
 LIMITED: dict[str, Attack] = {"dager": Dager(seconds=60), "keyspan": Keyspan(seconds=300)}
@@ -82,6 +88,10 @@ CASES = (
         Case(f"stories-{how}-{name}", STORIES, LIMITED[name], (2,), dtype=dtype)
         for how, dtype in (("f16", torch.float16), ("bf16", torch.bfloat16))
         for name in LIMITED
+    ),
+    *(
+        Case(f"stories-lora{rank}-dager", STORIES, LIMITED["dager"], (1, 2), rank=rank)
+        for rank in (8, 16, 32, 64)
     ),
     *(Case(f"smollm-{name}", SMOLLM, LIMITED[name], (1, 4, 8)) for name in LIMITED),
 )
@@ -129,24 +139,26 @@ def main() -> None:
             parser.error(f"there is no row {one!r}: choose from {', '.join(names)}")
     torch.set_num_threads(args.threads)
     corpus = read_corpus(args.assets, args.seed)
-    loaded: dict[str, LanguageModel] = {}
+    loaded: dict[tuple[str, int], LanguageModel] = {}
     rows: list[Row] = []
     print(HEADING)
     for case in CASES:
         for size in case.batch_sizes:
             if not {case.name, f"{case.name}-{size}"} & set(wanted):
                 continue
-            if case.model not in loaded:
-                loaded[case.model] = load(case.model, args)
-            rows.append(measure(case, loaded[case.model], corpus, size, args.batches, args.seed))
+            which = case.model, case.rank
+            if which not in loaded:
+                loaded[which] = load(case.model, args, case.rank)
+            rows.append(measure(case, loaded[which], corpus, size, args.batches, args.seed))
             print(line(rows[-1]), flush=True)
             if args.json:
                 kept = {"settings": vars(args), "rows": [row._asdict() for row in rows]}
                 args.json.write_text(json.dumps(kept, indent=1, default=str) + "\n")
 
 
-def load(name: str, args: argparse.Namespace) -> LanguageModel:
+def load(name: str, args: argparse.Namespace, rank: int = 0) -> LanguageModel:
     """Returns a model on its device; GPT-2's is made, from random numbers of the seed."""
+    lora = Lora(rank, 2.0 * rank) if rank else None
     if name != GPT2:
         folder = args.smollm if name == SMOLLM else args.assets / "models" / FOLDERS[name]
         spec = ModelSpec(
@@ -154,6 +166,7 @@ def load(name: str, args: argparse.Namespace) -> LanguageModel:
             task=CLASSIFICATION,
             num_labels=2,
             seed=args.seed,
+            lora=lora,
         )
         model = loading.load(spec)
     else:

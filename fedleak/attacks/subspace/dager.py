@@ -11,6 +11,8 @@ Petrov et al., "DAGER: Exact Gradient Inversion for Large Language Models", Neur
 - Encoders: iterated local search over the candidates of each position (`encoder_search`) instead
   of a random draw of 10^7 sentences, until the sentences found hold as many tokens as the second
   layer has rank.
+- Of adapters in their first round the second matrices have the spans, of inputs times the first
+  ones (`span.ProjectedSpan`).
 - Batch size, lengths and labels are not used.
 
 Shapes: B prefixes, N candidates of the next position, C pairs of both that pass the first check,
@@ -43,13 +45,14 @@ from fedleak.attacks.subspace.span import (
     REPEATS,
     SKETCH,
     LayerSpans,
+    ProjectedSpan,
     Span,
     layer_spans,
     tokens_in_span,
 )
 from fedleak.attacks.subspace.token_bag import pairs, read_token_bag
 from fedleak.models import CLASSIFICATION, LanguageModel
-from fedleak.models.family import with_adapters
+from fedleak.models.family import TokenTable, lora_b, with_adapters
 from fedleak.training.observation import Observation
 
 _NEAR = ACCEPT**2
@@ -98,7 +101,8 @@ class Dager(OneByOne):
         """Reads what the spans are of, and the classifier, which gives labels."""
         family = setting.family
         inputs = (*family.attention_parameters(0), *family.attention_parameters(1))
-        return with_adapters((*inputs, *family.modules(0)["o"])) | {*family.classifier}
+        second = {lora_b(name) for name in inputs}
+        return with_adapters((*inputs, *family.modules(0)["o"])) | second | {*family.classifier}
 
     @torch.no_grad()
     def __call__(
@@ -111,12 +115,12 @@ class Dager(OneByOne):
     ) -> Reconstruction:
         """Returns the sequences whose every token passes both layers' span checks."""
         clock, tell = Clock(self.seconds), telling(on_progress, model)
-        spans = layer_spans(model.family, certificate.as_gradient(seen))
+        spans = layer_spans(model, certificate.as_gradient(seen))
         if spans is None:
             return Reconstruction.none(
                 Status.ABSTAINED,
                 "nothing proved: the gradients' row space has no end above their noise, or holds "
-                f"as many tokens as the hidden size ({model.hidden_size})",
+                f"as many tokens as the hidden size ({model.hidden_size}) or an adapter's rank",
             )
         # No sequence is longer than the second layer's inputs have dimensions, but for repetitions.
         slots = candidates(model, spans.first, rng, clock)[: spans.second.rank + REPEATS]
@@ -186,19 +190,30 @@ def candidates(
     position takes a look. The first attention's inputs in a rotary model say nothing of positions.
     """
     table = model.family.token_table(model.module)
-    bag = read_token_bag(table.directions(), span, rng)
-    if bag is None:
-        return [] if table.position_PD is None else tokens_in_span(table, span, rng, clock)
+    # What an adapter projects is no sum of rows.
+    projected = isinstance(span, ProjectedSpan)
+    bag = None if projected else read_token_bag(table.directions(), span, rng)
     if table.position_PD is None:
-        begin = bag.tokens_N == model.tokenizer.bos_token_id
+        if bag is None and not projected:
+            return []
+        tokens_N = _in_span(table, span) if bag is None else bag.tokens_N
+        begin = tokens_N == model.tokenizer.bos_token_id
         # The last target of next-token training is no input, and has a place in the text.
         places = model.max_length - len(certificate.close(model, ()))
         if not begin.any():
-            return [bag.tokens_N] * places
+            return [tokens_N] * places
         # A token after itself alone changes nothing: only its first place counts.
-        return [bag.tokens_N[begin], *[bag.tokens_N[~begin]] * (places - 1)]
+        return [tokens_N[begin], *[tokens_N[~begin]] * (places - 1)]
+    if bag is None:
+        return tokens_in_span(table, span, rng, clock)
     bag_A, position_A = pairs(table, bag, span)
     return [bag.tokens_N[bag_A[position_A == p]] for p in range(bag.positions)]
+
+
+def _in_span(table: TokenTable, span: Span) -> Tensor:
+    """Returns the tokens whose input, which has no position in it, lies in a span."""
+    ids_V = torch.arange(len(table.token_VD), device=table.token_VD.device)
+    return ids_V[span.excess(table(ids_V, torch.zeros_like(ids_V))) < ACCEPT]
 
 
 def extend_prefixes(search: SpanSearch) -> list[Judged]:

@@ -14,8 +14,8 @@ Where the gradient carries more than rounding (added noise, local steps, half pr
 is the number of singular values above the edge of the noise's own spectrum (Marchenko and Pastur
 1967), and `excess` only ranks.
 
-Shapes: N vectors, D hidden size, O outputs, R rank, M known vectors, S sketch columns,
-V vocabulary, P positions, C constants (0 or 1).
+Shapes: N vectors, D hidden size, O outputs, R rank, I rank of an adapter, M known vectors,
+S sketch columns, V vocabulary, P positions, C constants (0 or 1).
 """
 
 import math
@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from fedleak.attacks.clock import Clock
-from fedleak.models.family import ModelFamily, TokenTable
+from fedleak.models import LanguageModel
+from fedleak.models.family import TokenTable, lora_a, lora_b
 
 ACCEPT = 3.0
 """Largest `excess` of an input. First-order theory says 1; the rest is for the second order."""
@@ -125,6 +126,30 @@ class Span:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class ProjectedSpan(Span):
+    """The row space of the gradient of an adapter's second matrix B, while B is zero.
+
+    An adapter adds B A x to W x, so that the gradient of B is the sum of g (A x)^T: its rows are
+    combinations of A x, of which A is known. That of A, B^T g x^T, is zero with B. The basis has as
+    many dimensions as A has rows, so that tokens of the batch must be fewer than these.
+
+    Attributes:
+        first_ID: A.
+    """
+
+    first_ID: Tensor
+
+    def excess(self, x_ND: Tensor) -> Tensor:
+        """Returns [N]: the residual of A x over the largest that an input could have."""
+        return super().excess(x_ND.double() @ self.first_ID.T)
+
+    def null_sketch(self, columns: int, rng: torch.Generator) -> Tensor:
+        """Returns [D, S]: random directions at right angles to every input, of no common length."""
+        sketch_DS: Tensor = self.first_ID.T @ super().null_sketch(columns, rng)
+        return sketch_DS
+
+
 def margin(accepted: float, rejected: float) -> float | None:
     """Returns how many times larger a rejected excess is; None if nothing was rejected.
 
@@ -133,7 +158,9 @@ def margin(accepted: float, rejected: float) -> float | None:
     return rejected / max(accepted, 1.0) if math.isfinite(rejected) else None
 
 
-def row_space(gradients_OD: Sequence[Tensor], rounding: float = 0.0) -> Span | None:
+def row_space(
+    gradients_OD: Sequence[Tensor], rounding: float = 0.0, spare: int = SPARE
+) -> Span | None:
     """Returns the span of the rows of all gradients; None where it has no end.
 
     Each gradient counts with unit norm, and the rank is where the spectrum falls most steeply
@@ -144,6 +171,7 @@ def row_space(gradients_OD: Sequence[Tensor], rounding: float = 0.0) -> Span | N
     Args:
         gradients_OD: Of matrices with the same input.
         rounding: Relative size of their rounding, where it is more than float32's own.
+        spare: Directions that must be left over.
     """
     rounding = max(rounding, _FLOAT32)
     # An output without a gradient would let the spectrum fall where no rank ends.
@@ -158,7 +186,7 @@ def row_space(gradients_OD: Sequence[Tensor], rounding: float = 0.0) -> Span | N
         complete = len(s_R) == min(rows, width)
         rank = _end(s_R, rounding)
         # A sketch has to have some columns more than the rank.
-        if rank is not None and (complete or rank + SPARE <= len(s_R)) and rank + SPARE <= width:
+        if rank is not None and (complete or rank + SPARE <= len(s_R)) and rank + spare <= width:
             floor = max(float(s_R[rank]), _TINY * rounding)
             return Span(
                 basis_DR=basis_DR[:, :rank].contiguous(), singular_R=s_R[:rank], floor=floor
@@ -183,12 +211,35 @@ class LayerSpans:
     mixed: Span | None
 
 
-def layer_spans(family: ModelFamily, gradients: Mapping[str, Tensor]) -> LayerSpans | None:
+def layer_spans(model: LanguageModel, gradients: Mapping[str, Tensor]) -> LayerSpans | None:
     """Returns the spans of gradients by parameter name; None if an attention's span has no end."""
-    first, second = (row_space(family.attention_gradients(gradients, layer)) for layer in (0, 1))
+    family = model.family
+    first, second = (
+        row_space(family.attention_gradients(gradients, layer))
+        or _projected(model, gradients, layer)
+        for layer in (0, 1)
+    )
     output_DD = family.output_gradient(gradients, 0)
     mixed = None if output_DD is None else row_space([output_DD])
     return None if first is None or second is None else LayerSpans(first, second, mixed)
+
+
+def _projected(
+    model: LanguageModel, gradients: Mapping[str, Tensor], layer: int
+) -> ProjectedSpan | None:
+    """Returns the span of A x of a layer's attention inputs; None if no adapter of values has one.
+
+    The first token has no gradient at its query, for it attends to itself, whatever it is.
+    """
+    *_, value = model.family.attention_parameters(layer)
+    gradient_OI = gradients.get(lora_b(value))
+    if gradient_OI is None:
+        return None
+    span = row_space([gradient_OI], spare=1)
+    if span is None or not span.exact:
+        return None
+    first_ID = model.module.get_parameter(lora_a(value)).detach().double()
+    return ProjectedSpan(**vars(span), first_ID=first_ID)
 
 
 def _leading(matrix_OD: Tensor, columns: int) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,9 @@ from fedleak.attacks.subspace.span import (
     ACCEPT,
     REPEATS,
     LayerSpans,
+    ProjectedSpan,
     layer_spans,
+    row_space,
     tokens_in_span,
 )
 from fedleak.models import CAUSAL_LM, CLASS_LOSSES, CLASSIFICATION, ModelSpec, loading
@@ -114,7 +116,7 @@ def sentences(small, observe):
     model = small("bert", width=48, layers=3)
     truth = observe(model, 1, max_length=6)
     tensors = truth.seen.update.tensors
-    spans = layer_spans(model.family, tensors)
+    spans = layer_spans(model, tensors)
     table = model.family.token_table(model.module)
     slots = tokens_in_span(table, spans.first, stream(0, "sketch"), ENDLESS)
     assert [ids.tolist() for ids in slots] == [[token] for token in truth.sequences[0]]
@@ -246,7 +248,7 @@ def test_a_search_of_one_length_ends_with_its_nearest_when_time_is_up(
 @pytest.mark.parametrize(("family", "task"), ROTARY)
 def test_a_sequence_and_its_last_target_fit_the_model(small, observe, family, task):
     model = small(family, task)
-    spans = layer_spans(model.family, observe(model, ["she said so"]).seen.update.tensors)
+    spans = layer_spans(model, observe(model, ["she said so"]).seen.update.tensors)
     slots = dager.candidates(model, spans.first, stream(0, "dager"), ENDLESS)
     assert len(certificate.close(model, range(len(slots)))) == model.max_length
 
@@ -294,7 +296,7 @@ def test_prefixes_grow_to_the_true_sentences_among_any_candidates(
     with torch.enable_grad():
         truth = observe(model, 3, max_length=8)
     tensors = truth.seen.update.tensors
-    block, spans = model.family.first_block(model.module), layer_spans(model.family, tensors)
+    block, spans = model.family.first_block(model.module), layer_spans(model, tensors)
     if not pruned:
         spans = replace(spans, mixed=None)
     wanted = scored(model, truth)
@@ -624,8 +626,9 @@ def adapted(name, task, rank=64, size=0.05):
 
 
 @pytest.mark.parametrize(("family", "task"), ALL)
-def test_adapters_are_read_once_they_are_trained(observe, texts, family, task):
-    model = adapted(family, task)
+@pytest.mark.parametrize("size", [0.0, 0.05], ids=["first round", "trained"])
+def test_adapters_are_read(observe, texts, family, task, size):
+    model = adapted(family, task, size=size)
     truth = observe(model, texts[:1] if family == "bert" else texts[:2])
     assert any("lora_A" in name for name in truth.seen.update.tensors)
     assert Dager().obstacle(AttackSetting.of(truth.seen, model)) is None
@@ -633,11 +636,11 @@ def test_adapters_are_read_once_they_are_trained(observe, texts, family, task):
 
 
 @pytest.mark.parametrize(("family", "task"), ALL)
-@pytest.mark.parametrize(("rank", "size"), [(64, 0.0), (4, 0.05)])
-def test_adapters_of_the_first_round_or_of_a_low_rank_prove_nothing(
-    observe, texts, family, task, rank, size
+@pytest.mark.parametrize("size", [0.0, 0.05], ids=["first round", "trained"])
+def test_adapters_of_a_lower_rank_than_there_are_tokens_prove_nothing(
+    observe, texts, family, task, size
 ):
-    model = adapted(family, task, rank, size)
+    model = adapted(family, task, rank=4, size=size)
     answer = answer_of(model, observe(model, texts[:2]).seen)
     assert "nothing proved" in answer.reason
     assert not answer.verified
@@ -757,3 +760,20 @@ def test_more_tokens_than_dimensions_are_never_proved(small, observe, family, ta
     answer = answer_of(model, truth.seen, Dager(searches=2, kicks=2))
     assert "nothing proved" in answer.reason
     assert not answer.verified
+
+
+def test_a_projected_span_holds_what_a_dense_solution_holds():
+    rng = torch.Generator().manual_seed(4)
+    first_ID = torch.randn(12, 40, generator=rng)
+    x_ND = torch.randn(9, 40, generator=rng, dtype=torch.float64)
+    inputs_NI = x_ND @ first_ID.T.double()
+    gradient_OI = torch.randn(30, 7, generator=rng).double() @ inputs_NI[:7]
+    span = row_space([gradient_OI.float()], spare=1)
+    projected = ProjectedSpan(**vars(span), first_ID=first_ID.double())
+    solution_ON = torch.linalg.pinv(gradient_OI.T, rtol=1e-6) @ inputs_NI.T
+    missed_N = (gradient_OI.T @ solution_ON - inputs_NI.T).norm(dim=0)
+    assert ((projected.excess(x_ND) < ACCEPT) == (missed_N < 1e-6)).all()
+    assert (projected.excess(x_ND[:7]) < ACCEPT).all()
+    sketch_DS = projected.null_sketch(64, rng)
+    assert sketch_DS.shape == (40, 5)
+    assert (x_ND[:7] @ sketch_DS).abs().max() < 1e-3 < (x_ND[7:] @ sketch_DS).abs().max()
