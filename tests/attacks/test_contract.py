@@ -48,7 +48,7 @@ QUICK = {
     "keyspan": {"beam": 2},
     "command": {"command": f"{shlex.quote(sys.executable)} {PROGRAM} {{observation}} {{answer}}"},
     "auto": {"steps": 2},
-    "state_pursuit": {"width": 2, "passes": 1, "longest": 7},
+    "state_pursuit": {"width": 2, "longest": 7},
 }
 MODELS = [
     ("bert", CLASSIFICATION),

@@ -1,4 +1,3 @@
-import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -7,7 +6,6 @@ import pytest
 import torch
 
 from fedleak.attacks import replay
-from fedleak.attacks.certificate import as_gradient
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.reconstruction import Status
 from fedleak.attacks.subspace import state_pursuit
@@ -35,7 +33,8 @@ ADAMW = LocalTraining(
 def sent(model, sequences):
     """The update of a client that makes one step of AdamW; the model stays as it is."""
     before = {name: value.clone() for name, value in model.parameters().items()}
-    update = local_update_(model, sequences, [0] * len(sequences), ADAMW, seed=3)
+    with torch.enable_grad():
+        update = local_update_(model, sequences, [0] * len(sequences), ADAMW, seed=3)
     load_parameters_(model, before)
     known = Knowledge(
         learning_rate=ADAMW.learning_rate, local_steps=1, dropout=False, recipe=ADAMW.recipe
@@ -55,81 +54,104 @@ def adapted(small):
     return model
 
 
+def searched(model, seen, beside=()):
+    update = state_pursuit._Update(model, seen, stream(0, "texts"))
+    return update, state_pursuit._Search(model, update, beside, 30)
+
+
 @torch.no_grad()
-def nats(model, seen, ids):
-    """What a text explains of an update, token by token."""
-    layers = state_pursuit._layers(seen, model, stream(0, "texts"))
-    nothing = [layer.whiten_DD.new_empty(0, len(layer.whiten_DD)) for layer in layers]
-    change = {name: -value for name, value in as_gradient(seen).items()}
-    search = state_pursuit._Search(model, layers, nothing, change, 4, len(ids))
-    whole = search._followed(search._begin(), ids[len(search._first) :])
-    return float(whole.gain_B[0]), layers, whole, search
+def score(search, ids):
+    """What a closed text explains, and its log probability."""
+    return float(search._scores([ids], search._begun([ids[:1]]), torch.tensor([0])))
 
 
 def test_of_signs_a_right_text_explains_more_than_another(adapted):
-    own, other = adapted.encode(["she told us that", "nobody knows it all"])
-    seen = sent(adapted, [own])
-    assert nats(adapted, seen, own[:-1])[0] > nats(adapted, seen, other[:-1])[0] + 20
+    own, other = map(tuple, adapted.encode(["she told us that", "nobody knows it all"]))
+    _, search = searched(adapted, sent(adapted, [own]))
+    assert score(search, own) > score(search, other) + 20
 
 
-def test_after_adam_numbers_count_by_the_size_of_the_states(adapted):
-    for layer in adapted.module.model.layers:  # sizes that differ, as in trained models
-        layer.input_layernorm.weight.data = torch.logspace(-1.5, 1.5, adapted.hidden_size)
-    (own,) = adapted.encode(["she told us that"])
+def test_after_adam_numbers_count_by_what_gradients_are_like(adapted):
+    (own,) = map(tuple, adapted.encode(["she told us that"]))
     seen = sent(adapted, [own])
     undivided = replace(seen, knowledge=replace(seen.knowledge, recipe=None))
-    assert nats(adapted, seen, own[:-1])[0] > nats(adapted, undivided, own[:-1])[0]
+    _, search = searched(adapted, seen)
+    _, as_it_is = searched(adapted, undivided)
+    assert score(search, own) > score(as_it_is, own)
 
 
-def test_what_is_explained_is_that_of_least_squares(adapted):
-    (own,) = adapted.encode(["she told us that"])
-    _, layers, whole, _ = nats(adapted, sent(adapted, [own]), own[:-1])
-    modules = [layer.module for layer in layers]
-    with torch.no_grad():
-        states, _, _ = state_pursuit._run(adapted, modules, torch.tensor([own[:-1]]), ())
-    for layer, states_1TD, left_1AD in zip(layers, states, whole.left_LBAD, strict=True):
-        white_TD = (states_1TD[0] @ layer.whiten_DD).double()
-        rows_AD = layer.rows_AD.double()
-        fit = torch.linalg.lstsq(white_TD.T, rows_AD.T).solution
-        rest_AD = rows_AD - fit.T @ white_TD
-        assert float(left_1AD[0].norm()) == pytest.approx(float(rest_AD.norm()), rel=1e-3)
+def test_gradients_are_those_of_autograd_whitened(adapted):
+    texts = [tuple(ids) for ids in adapted.encode(["she told us that", "nobody knows"])]
+    update, _ = searched(adapted, sent(adapted, texts))
+    prior_N, gradients = update.gradients(texts)
+    for number, ids in enumerate(texts):
+        ids_1T = torch.tensor([ids])
+        logits_TV = adapted.module(input_ids=ids_1T).logits[0, :-1]
+        loss = torch.nn.functional.cross_entropy(logits_TV, ids_1T[0, 1:], reduction="sum")
+        weights = [layer.module.weight for layer in update.layers]
+        assert float(prior_N[number]) == pytest.approx(-loss.item(), rel=1e-4)
+        whole = torch.autograd.grad(loss, weights)
+        for layer, own_OI, made_NOI in zip(update.layers, whole, gradients, strict=True):
+            white_OI = layer.out_OO.T @ own_OI @ layer.in_II
+            torch.testing.assert_close(made_NOI[number], white_OI, rtol=1e-3, atol=1e-4)
 
 
+def test_the_gradient_of_a_text_is_that_of_a_prefix_and_of_the_tokens_behind(adapted):
+    (own,) = map(tuple, adapted.encode(["she told us that"]))
+    update, _ = searched(adapted, sent(adapted, [own]))
+    whole = update.gradients([own])
+    parts = [update.gradients([own[:3]]), update.gradients([own], 3)]
+    assert float(whole[0]) == pytest.approx(sum(float(prior) for prior, _ in parts), rel=1e-4)
+    for together, before, behind in zip(whole[1], parts[0][1], parts[1][1], strict=True):
+        torch.testing.assert_close(together, before + behind, rtol=1e-3, atol=1e-4)
+
+
+def test_whitened_rows_have_no_common_direction():
+    rng = torch.Generator().manual_seed(0)
+    rows_ND = torch.randn(4000, 5, generator=rng) @ torch.randn(5, 5, generator=rng)
+    whiten_DD, size_D = state_pursuit._whitening(rows_ND)
+    torch.testing.assert_close(size_D, rows_ND.square().mean(0).sqrt())
+    scaled_ND = rows_ND / size_D
+    ridged_DD = scaled_ND.T @ scaled_ND / 4000 + state_pursuit._RIDGE * torch.eye(5)
+    own_DD = size_D[:, None] * whiten_DD
+    torch.testing.assert_close(own_DD.T @ ridged_DD @ own_DD, torch.eye(5), atol=1e-3, rtol=0)
+
+
+@torch.no_grad()
 def test_an_update_makes_likelier_what_it_was_trained_on(adapted):
-    (own,) = adapted.encode(["she told us that nobody knows it all"])
-    *_, search = nats(adapted, sent(adapted, [own]), own[:-1])
-    places = []
-    with torch.no_grad():
-        beam = search._begin()
-        for token in own[len(search._first) : -1]:
-            likelier_V = search._made_likelier(beam)[0]
-            places.append(float((likelier_V < likelier_V[token]).float().mean()))
-            beam = search._followed(beam, [token])
+    (own,) = map(tuple, adapted.encode(["she told us that nobody knows it all"]))
+    update, _ = searched(adapted, sent(adapted, [own]))
+    hints_TV = update.hints([own[:-1]])[0]
+    places = [
+        float((hints_V < hints_V[token]).float().mean())
+        for hints_V, token in zip(hints_TV, own[1:-1], strict=False)
+    ]
     # By chance places are uniform: three deviations of their mean.
     assert sum(places) / len(places) > 0.5 + 3 * (12 * len(places)) ** -0.5
 
 
-def test_a_wrong_word_a_missing_one_and_two_exchanged_are_mended(small, observe):
-    model = small("llama", CAUSAL_LM, layers=3, width=48)
-    seen = observe(model, ["she told us that"]).seen  # of one exact gradient
-    (own,) = model.encode(["she told us that"])
-    own = tuple(own[:-1])
-    *_, search = nats(model, seen, own)
+@torch.no_grad()
+def test_a_wrong_word_a_missing_one_and_two_exchanged_are_mended(adapted):
+    (own,) = map(tuple, adapted.encode(["she told us that"]))
+    _, search = searched(adapted, sent(adapted, [own]))
     wrong, missing = (*own[:2], own[2] + 1, *own[3:]), (*own[:3], *own[4:])
     exchanged = (*own[:2], own[3], own[2], *own[4:])
-    with torch.no_grad():
-        for ids in (wrong, missing, exchanged):
-            begun = search._followed(search._begin(), ids[len(search._first) :])
-            text = Judged(ids, -float(begun.scores[0]), math.inf)
-            assert search.mended(text, Clock(None)).ids == own
+    for ids in (wrong, missing, exchanged):
+        text = search.mended(ids, Clock(None))
+        assert text.ids == own
+        assert -text.excess == pytest.approx(score(search, own), abs=0.1)
 
 
-def test_nats_are_those_of_the_share_that_is_explained():
-    left_AD = torch.tensor([[3.0, 0.0, 4.0], [0.0, 5.0, 0.0]])
-    unit_JD = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
-    explained, nothing = state_pursuit._nats(left_AD, unit_JD).tolist()
-    assert explained == pytest.approx(-0.5 * 2 * 3 * torch.tensor(1 - 9 / 50).log().item() - 1)
-    assert nothing == 0
+@torch.no_grad()
+def test_beside_another_text_a_text_explains_what_is_left(adapted):
+    texts = [tuple(ids) for ids in adapted.encode(["she told us that", "nobody knows it all"])]
+    seen = sent(adapted, texts)
+    _, alone = searched(adapted, seen)
+    _, beside = searched(adapted, seen, [Judged(texts[0], 0.0, 0.0)])
+    both = score(alone, texts[0]) + score(beside, texts[1])
+    _, other = searched(adapted, seen, [Judged(texts[1], 0.0, 0.0)])
+    assert both == pytest.approx(score(alone, texts[1]) + score(other, texts[0]), rel=1e-3)
+    assert score(beside, texts[1]) > score(beside, texts[0])
 
 
 def test_adapters_of_a_first_round_say_nothing_and_it_says_so(small):
