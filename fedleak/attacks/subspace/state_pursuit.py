@@ -55,23 +55,23 @@ _RIDGE = 0.3
 _INDEPENDENT = 0.1
 """Share of an update's numbers that count as independent."""
 
-_FIRST, _TRIED = 512, 32
+_FIRST, _TRIED = 512, 48
 """Next tokens that are tried behind the beginning, and behind each prefix."""
 
-_EARLY = 96
-"""Prefixes that are kept, times their tokens, where they are short."""
+_EARLY = 192
+"""Prefixes that are kept, times the square of their tokens, where they are short."""
 
 _ROWS, _TABLE = 16, 0.15
 """Rows of the first layer that count, at most; what a nat of them counts among the next tokens."""
 
-_STALE, _BEGUN = 3, 8
+_STALE, _BEGUN = 2, 8
 """Tokens by which the beam grows without a better text before the search ends; tokens from which on
 there must be one that explains more than chance."""
 
 _FAR = 0.003
 """How far weights move along an update, as a share of their norm, to see what it makes likelier."""
 
-_CHANGES = 6
+_CHANGES = 8
 """Tokens with which a text is looked at in each place."""
 
 _NEVER = -1e4
@@ -117,7 +117,7 @@ class StatePursuit(OneByOne):
     version: ClassVar[int] = 2
     slow: ClassVar[bool] = True
     uses: ClassVar[frozenset[str]] = frozenset()
-    width: Annotated[int, Field(ge=1)] = 6
+    width: Annotated[int, Field(ge=1)] = 4
     longest: Annotated[int, Field(ge=1)] = 64
     seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
@@ -286,11 +286,10 @@ class _Update:
 
     def nats(self, gradients: Sequence[Tensor]) -> Tensor:
         """Returns the nats [N] that gradients [N, O, I] of the layers explain."""
-        pairs = [
-            (layer.sent_OI, g_NOI) for layer, g_NOI in zip(self.layers, gradients, strict=True)
-        ]
-        along_N = sum((g_NOI * sent_OI).sum((1, 2)) for sent_OI, g_NOI in pairs)
-        square_N = sum(g_NOI.square().sum((1, 2)) for _, g_NOI in pairs)
+        along_N = square_N = torch.zeros(len(gradients[0]), device=self.table_V.device)
+        for layer, gradient_NOI in zip(self.layers, gradients, strict=True):
+            along_N = along_N + (gradient_NOI * layer.sent_OI).sum((1, 2))
+            square_N = square_N + gradient_NOI.square().sum((1, 2))
         share_N = along_N.clamp_min(0).square() / (square_N * self._square + _SMALL)
         return -self._count / 2 * torch.log1p(-share_N.clamp(max=_ALL))
 
@@ -304,7 +303,7 @@ class _Prefixes(NamedTuple):
         sums: Their gradients [N, O, I] of each layer, those of the other texts added.
     """
 
-    ids: list[tuple[int, ...]]
+    ids: Sequence[tuple[int, ...]]
     prior_N: Tensor
     sums: list[Tensor]
 
@@ -327,7 +326,7 @@ class _Search:
         """Returns the text of the best score that a beam finds, closed."""
         table_V = self._update.table_V
         # Without a token that begins all texts the first is no target: nothing is known of it.
-        unknown = [(token,) for token in table_V.topk(_EARLY).indices.tolist()]
+        unknown: list[tuple[int, ...]] = [(i,) for i in table_V.topk(_FIRST).indices.tolist()]
         beam = self._begun([self._first] if self._first else unknown)
         ended, most, stale = dict[tuple[int, ...], float](), -math.inf, 0
         while len(beam.ids[0]) < self._longest and not clock.up():
@@ -353,7 +352,7 @@ class _Search:
             # What a token is to those behind it is not in its own gradient, so half of the prefixes
             # are those that its row of the embedding speaks for.
             last_N = torch.tensor([ids[-1] for ids in texts], device=table_V.device)
-            count = max(width, _EARLY // len(texts[0]))
+            count = max(width, _EARLY // len(texts[0]) ** 2)
             ranks = (scores_N, scores_N + _TABLE * table_V[last_N])
             kept = sorted(
                 {i for rank_N in ranks for i in rank_N.topk(-(-count // 2)).indices.tolist()}
@@ -392,12 +391,12 @@ class _Search:
             if len(behind) > 1:
                 yield (*before, behind[0], ids[place], *behind[1:])
 
-    def _begun(self, ids: list[tuple[int, ...]]) -> _Prefixes:
+    def _begun(self, ids: Sequence[tuple[int, ...]]) -> _Prefixes:
         """Returns prefixes of which no token is a target."""
         sums = [sum_1OI.expand(len(ids), -1, -1) for sum_1OI in self._beside]
         return _Prefixes(ids, self._update.table_V.new_zeros(len(ids)), sums)
 
-    def _grown(self, ids: list[tuple[int, ...]], beam: _Prefixes, rows_N: Tensor) -> _Prefixes:
+    def _grown(self, ids: Sequence[tuple[int, ...]], beam: _Prefixes, rows_N: Tensor) -> _Prefixes:
         """Returns prefixes that are a token longer than these rows of the beam."""
         prior_N, gradients = self._update.gradients(ids, len(beam.ids[0]))
         pairs = zip(beam.sums, gradients, strict=True)
@@ -467,7 +466,7 @@ def _tokens(
     outer: Any = model.module
     given: list[list[Tensor]] = [[] for _ in modules]
     slopes: list[list[Tensor]] = [[] for _ in modules]
-    for part_NT in ids_NT.split(16):
+    for part_NT in ids_NT.tensor_split(3):
         with _listening(modules) as heard, torch.enable_grad():
             hidden_NTD = outer.base_model(input_ids=part_NT[:, :-1]).last_hidden_state
             logits_NTV = outer.get_output_embeddings()(hidden_NTD).float()

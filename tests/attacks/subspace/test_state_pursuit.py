@@ -131,9 +131,12 @@ def test_an_update_makes_likelier_what_it_was_trained_on(adapted):
 
 
 @torch.no_grad()
-def test_a_wrong_word_a_missing_one_and_two_exchanged_are_mended(adapted):
-    (own,) = map(tuple, adapted.encode(["she told us that"]))
-    _, search = searched(adapted, sent(adapted, [own]))
+def test_a_wrong_word_a_missing_one_and_two_exchanged_are_mended(small, observe):
+    model = small("llama", CAUSAL_LM, layers=3, width=48)
+    (own,) = map(tuple, model.encode(["she told us that"]))
+    with torch.enable_grad():
+        seen = observe(model, ["she told us that"]).seen  # of one exact gradient
+    _, search = searched(model, seen)
     wrong, missing = (*own[:2], own[2] + 1, *own[3:]), (*own[:3], *own[4:])
     exchanged = (*own[:2], own[3], own[2], *own[4:])
     for ids in (wrong, missing, exchanged):
