@@ -170,10 +170,7 @@ class StatePursuit(OneByOne):
             return Reconstruction.none(Status.ABSTAINED, reason, **late)
         end = len(certificate.close(model, ()))
         opened = [replace(text, ids=text.ids[:-end]) for text in texts]
-        ids = [text.ids for text in opened]
-        linear = certificate.is_linear(seen)
-        members = certificate.explain(model, ids, seen, clock) if linear else []
-        verdict = certificate.verify(model, members, seen, clock)
+        verdict = certificate.judge(model, [text.ids for text in opened], seen, clock)
         closed = [
             replace(text, ids=certificate.close(model, text.ids))
             for text in ranked(opened, verdict, wanted)
@@ -326,29 +323,28 @@ class _Search:
         """Returns the text of the best score that a beam finds, closed."""
         table_V = self._update.table_V
         # Without a token that begins all texts the first is no target: nothing is known of it.
-        unknown: list[tuple[int, ...]] = [(i,) for i in table_V.topk(_FIRST).indices.tolist()]
+        unknown: list[tuple[int, ...]] = [(i,) for i in table_V.topk(_EARLY).indices.tolist()]
         beam = self._begun([self._first] if self._first else unknown)
         ended, most, stale = dict[tuple[int, ...], float](), -math.inf, 0
-        while len(beam.ids[0]) < self._longest and not clock.up():
-            if stale >= _STALE and (most > 0 or len(beam.ids[0]) > _BEGUN):
-                break
+        while True:
             hints_NV = self._update.hints(beam.ids, last=True)[:, 0]
-            tried_NJ = hints_NV.topk(_TRIED if len(beam.ids) > 1 else _FIRST).indices
+            count = _TRIED if len(beam.ids) > 1 else _FIRST
+            tried_NJ = hints_NV.topk(min(count, hints_NV.shape[1])).indices
             texts = [
                 (*prefix, token)
                 for prefix, tried in zip(beam.ids, tried_NJ.tolist(), strict=True)
                 for token in (self._end, *tried)
             ]
-            rows = torch.arange(len(beam.ids)).repeat_interleave(1 + tried_NJ.shape[1])
+            each = 1 + tried_NJ.shape[1]
+            rows = torch.arange(len(beam.ids)).repeat_interleave(each)
             scores_N = self._scores(texts, beam, rows)
             best = float(scores_N.max())
             stale, most = (0, best) if best > most else (stale + 1, most)
-            ended |= zip(
-                (ids for ids in texts if ids[-1] == self._end),
-                scores_N[:: 1 + tried_NJ.shape[1]].tolist(),
-                strict=True,
-            )
-            scores_N[:: 1 + tried_NJ.shape[1]] = -math.inf
+            ended |= zip(texts[::each], scores_N[::each].tolist(), strict=True)
+            given_up = stale >= _STALE and (most > 0 or len(texts[0]) > _BEGUN)
+            if given_up or len(texts[0]) >= self._longest or clock.up():
+                return max(ended, key=ended.__getitem__)
+            scores_N[::each] = -math.inf
             # What a token is to those behind it is not in its own gradient, so half of the prefixes
             # are those that its row of the embedding speaks for.
             last_N = torch.tensor([ids[-1] for ids in texts], device=table_V.device)
@@ -358,22 +354,17 @@ class _Search:
                 {i for rank_N in ranks for i in rank_N.topk(-(-count // 2)).indices.tolist()}
             )
             beam = self._grown([texts[i] for i in kept], beam, rows[kept])
-        return max(ended, key=ended.__getitem__, default=self._first)
 
     def mended(self, ids: tuple[int, ...], clock: Clock) -> Judged:
         """Returns a closed text after single changes that explain more, the best one first."""
-        texts = [ids]
-        score = -math.inf
+        score = float(self._whole([ids]))
         while not clock.up():
             # Sorted, so that those of one length go through the model together.
-            texts.sort(key=len)
-            start = self._begun([ids[:1]])
-            scores_N = self._scores(texts, start, torch.zeros(len(texts), dtype=torch.long))
-            best, i = scores_N.max(0)
+            texts = sorted(self._changed(ids), key=len)
+            best, i = self._whole(texts).max(0)
             if best <= score:
                 break
             ids, score = texts[int(i)], float(best)
-            texts = list(self._changed(ids))
         return Judged(ids, -score, math.inf)
 
     def _changed(self, ids: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
@@ -390,6 +381,11 @@ class _Search:
                 yield before + behind
             if len(behind) > 1:
                 yield (*before, behind[0], ids[place], *behind[1:])
+
+    def _whole(self, texts: Sequence[tuple[int, ...]]) -> Tensor:
+        """Returns the scores [N] of texts that begin with the same token."""
+        start = self._begun([texts[0][:1]])
+        return self._scores(texts, start, torch.zeros(len(texts), dtype=torch.long))
 
     def _begun(self, ids: Sequence[tuple[int, ...]]) -> _Prefixes:
         """Returns prefixes of which no token is a target."""

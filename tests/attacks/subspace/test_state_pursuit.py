@@ -62,7 +62,7 @@ def searched(model, seen, beside=()):
 @torch.no_grad()
 def score(search, ids):
     """What a closed text explains, and its log probability."""
-    return float(search._scores([ids], search._begun([ids[:1]]), torch.tensor([0])))
+    return float(search._whole([ids]))
 
 
 def test_of_signs_a_right_text_explains_more_than_another(adapted):
