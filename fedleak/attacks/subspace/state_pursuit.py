@@ -335,16 +335,16 @@ class _Search:
                 for prefix, tried in zip(beam.ids, tried_NJ.tolist(), strict=True)
                 for token in (self._end, *tried)
             ]
-            each = 1 + tried_NJ.shape[1]
-            rows = torch.arange(len(beam.ids)).repeat_interleave(each)
+            per_prefix = 1 + tried_NJ.shape[1]
+            rows = torch.arange(len(beam.ids)).repeat_interleave(per_prefix)
             scores_N = self._scores(texts, beam, rows)
             best = float(scores_N.max())
             stale, most = (0, best) if best > most else (stale + 1, most)
-            ended |= zip(texts[::each], scores_N[::each].tolist(), strict=True)
+            ended |= zip(texts[::per_prefix], scores_N[::per_prefix].tolist(), strict=True)
             given_up = stale >= _STALE and (most > 0 or len(texts[0]) > _BEGUN)
             if given_up or len(texts[0]) >= self._longest or clock.up():
                 return max(ended, key=ended.__getitem__)
-            scores_N[::each] = -math.inf
+            scores_N[::per_prefix] = -math.inf
             # What a token is to those behind it is not in its own gradient, so half of the prefixes
             # are those that its row of the embedding speaks for.
             last_N = torch.tensor([ids[-1] for ids in texts], device=table_V.device)
