@@ -165,6 +165,13 @@ def test_adapters_of_a_first_round_say_nothing_and_it_says_so(small):
     assert "did not change" in answer.reason
 
 
+def test_weights_that_are_kept_transposed_are_read_too(small, observe):
+    model = small("gpt2", CAUSAL_LM, layers=3, width=48)
+    own, other = map(tuple, model.encode(["she told us that", "nobody knows it all"]))
+    _, search = searched(model, observe(model, ["she told us that"]).seen)  # one exact gradient
+    assert score(search, own) > score(search, other) + 100
+
+
 def test_noise_alone_is_no_text(adapted):
     seen = sent(adapted, adapted.encode(["she told us that"]))
     rng = torch.Generator().manual_seed(1)
