@@ -212,7 +212,9 @@ def test_what_an_attack_writes_into_the_update_no_other_sees(trained):
     path = trained.path / "captures" / f"{Key(1, 0)}.safetensors"
     content = path.read_bytes()
     expected = timeless(work(job_of(trained, Probes()), "cpu"))
-    work(job_of(trained, Hostile(update=True)), "cpu")
+    row = work(job_of(trained, Hostile(update=True)), "cpu")
+    assert row.status == Status.FAILED
+    assert "the attack changed the update" in row.reason
     assert path.read_bytes() == content
     assert timeless(work(job_of(trained, Probes()), "cpu")) == expected
     update = trained.captures.read_capture(Key(1, 0)).update

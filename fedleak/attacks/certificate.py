@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedleak.attacks.clock import UNLIMITED, Clock
 from fedleak.models import CLASSIFICATION, LanguageModel, batch_loss, pad, target_counts
@@ -418,11 +418,13 @@ class _Proved(NamedTuple):
 
     Attributes:
         seen: The update.
+        module: The network that has it as its gradient.
         written: Its tensors and the weights, as they were (`_written`).
         repeats: How often each sequence is in the batch, by its tokens.
     """
 
     seen: weakref.ref[Observation]
+    module: weakref.ref[nn.Module]
     written: list[tuple[int, object]]
     repeats: Mapping[tuple[int, ...], int]
 
@@ -503,7 +505,9 @@ def verify(
     # So does a batch with a text that has no target, which says nothing.
     doubled |= bool(model.response_template) and max(repeats) > 1
     if apart < precision(seen) and not alike and not doubled:
-        _proved.append(_Proved(weakref.ref(seen), _written(model, seen), by_ids))
+        _proved.append(
+            _Proved(weakref.ref(seen), weakref.ref(model.module), _written(model, seen), by_ids)
+        )
         return Verdict(by_ids, apart, True, scale)
     whole = known or abs(sum(member.weight for member in members) - 1) <= WHOLE
     return Verdict(by_ids, apart if whole else None, False)
@@ -550,7 +554,10 @@ def _is_batch(
     if not all(times):
         return False
     if any(
-        seen is about() and (was, repeats) == (written, times) for about, was, repeats in _proved
+        seen is proof.seen()
+        and model.module is proof.module()
+        and (proof.written, proof.repeats) == (written, times)
+        for proof in _proved
     ):
         return True
     if model.task == CLASSIFICATION:

@@ -39,6 +39,8 @@ def call(
 ) -> object:
     """Calls an attack; what it returns may be anything.
 
+    An attack that wrote into an update has failed: its claims are compared with the update.
+
     Args:
         attack: What is called.
         seen: Several only for an attack that takes them at once.
@@ -46,10 +48,27 @@ def call(
         rngs: The random stream of each observation.
         report: Is told the progress.
     """
+    before = _written(seen)
     if isinstance(attack, Batched):
-        return attack.many(seen, model, rngs=rngs, report=report)
+        returned: object = attack.many(seen, model, rngs=rngs, report=report)
+    else:
+        returned = [
+            attack(observation, model, rng=rng) for observation, rng in zip(seen, rngs, strict=True)
+        ]
+    if _written(seen) != before:
+        reason = (
+            "the attack changed the update, so its answer does not count: it has to work on a copy"
+        )
+        return [Reconstruction.none(Status.FAILED, reason)] * len(seen)
+    return returned
+
+
+def _written(seen: Sequence[Observation]) -> list[tuple[str, int, int]]:
+    """Returns where the tensors of updates are, and how often torch saw them written to."""
     return [
-        attack(observation, model, rng=rng) for observation, rng in zip(seen, rngs, strict=True)
+        (name, tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
+        for observation in seen
+        for name, tensor in observation.update.tensors.items()
     ]
 
 
