@@ -208,11 +208,12 @@ def test_a_state_is_that_of_the_values_not_of_the_objects(bert_tiny):
     assert changed(bert_tiny, before) == []
 
 
-def test_what_an_attack_writes_into_the_update_no_other_sees(trained):
+@pytest.mark.parametrize("how", ["write", "replace", "clear"])
+def test_what_an_attack_writes_into_the_update_no_other_sees(trained, how):
     path = trained.path / "captures" / f"{Key(1, 0)}.safetensors"
     content = path.read_bytes()
     expected = timeless(work(job_of(trained, Probes()), "cpu"))
-    row = work(job_of(trained, Hostile(update=True)), "cpu")
+    row = work(job_of(trained, Hostile(update=how)), "cpu")
     assert row.status == Status.FAILED
     assert "the attack changed the update" in row.reason
     assert path.read_bytes() == content

@@ -20,7 +20,7 @@ Shapes: B sequences, T tokens, C classes, U logits of all sequences; X: all numb
 import math
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import torch
@@ -419,13 +419,13 @@ class _Proved(NamedTuple):
     Attributes:
         seen: The update.
         module: The network that has it as its gradient.
-        written: Its tensors and the weights, as they were (`_written`).
+        written: Its tensors and the weights, as they were.
         repeats: How often each sequence is in the batch, by its tokens.
     """
 
     seen: weakref.ref[Observation]
     module: weakref.ref[nn.Module]
-    written: list[tuple[int, object]]
+    written: list[tuple[int, int | None]]
     repeats: Mapping[tuple[int, ...], int]
 
 
@@ -433,13 +433,16 @@ _proved: deque[_Proved] = deque(maxlen=64)
 """The last proofs: an attack makes one, and who checks its answer need not make it again."""
 
 
-def _written(model: LanguageModel, seen: Observation) -> list[tuple[int, object]]:
-    """Returns where weights and update are in memory, and how often they were written to.
+def written(tensors: Iterable[Tensor]) -> list[tuple[int, int | None]]:
+    """Returns where tensors are in memory, and how often torch saw each of them written to.
 
-    Of a tensor of inference mode nobody counts that: it is not the same twice.
+    None: torch does not count that, because the tensor was made in inference mode.
     """
-    tensors = [*model.module.parameters(), *seen.update.tensors.values()]
-    return [(t.data_ptr(), object() if t.is_inference() else t._version) for t in tensors]
+    return [(t.data_ptr(), None if t.is_inference() else t._version) for t in tensors]
+
+
+def _all_written(model: LanguageModel, seen: Observation) -> list[tuple[int, int | None]]:
+    return written([*model.module.parameters(), *seen.update.tensors.values()])
 
 
 def judge(
@@ -457,10 +460,21 @@ def judge(
     times = Counter(sequences)
     if model.task != CLASSIFICATION and len(times) == seen.update.num_examples:
         # There is no label to find, and a batch of other repetitions would lack one of them.
-        verdict = verify(model, _unlabelled(model, dict.fromkeys(times, 1)), seen, clock)
+        verdict = _remembered(model, _unlabelled(model, dict.fromkeys(times, 1)), seen, clock)
         if verdict.verified:
             return verdict
-    return verify(model, explain(model, list(times), seen, clock), seen, clock)
+    return _remembered(model, explain(model, list(times), seen, clock), seen, clock)
+
+
+def _remembered(
+    model: LanguageModel, members: Sequence[Member], seen: Observation, clock: Clock
+) -> Verdict:
+    """Returns the verdict on members that this module made of tokens alone, and keeps a proof."""
+    verdict, now = verify(model, members, seen, clock), _all_written(model, seen)
+    if verdict.verified and all(count is not None for _, count in now):
+        about = weakref.ref(seen), weakref.ref(model.module)
+        _proved.append(_Proved(*about, now, verdict.repeats))
+    return verdict
 
 
 def _unlabelled(model: LanguageModel, times: Mapping[tuple[int, ...], int]) -> list[Member]:
@@ -505,9 +519,6 @@ def verify(
     # So does a batch with a text that has no target, which says nothing.
     doubled |= bool(model.response_template) and max(repeats) > 1
     if apart < precision(seen) and not alike and not doubled:
-        _proved.append(
-            _Proved(weakref.ref(seen), weakref.ref(model.module), _written(model, seen), by_ids)
-        )
         return Verdict(by_ids, apart, True, scale)
     whole = known or abs(sum(member.weight for member in members) - 1) <= WHOLE
     return Verdict(by_ids, apart if whole else None, False)
@@ -522,7 +533,7 @@ def proves(
     """Whether the recomputed gradient of exactly these sequences is the update.
 
     Every claim of a proof is held against this, whoever makes it. Nothing is taken from the attack
-    but its tokens: labels follow from the update. A verdict that this module came to itself, for
+    but its tokens: labels follow from the update. A verdict that this module came to so itself, for
     the same tokens, the same observation and the same model, is not computed again, if their
     tensors are where they were and nobody wrote to them since, as torch counts it. So an attack
     that is wrong is not believed, nor one that changed a tensor after its proof. An attack that
@@ -550,13 +561,13 @@ def proves(
 def _is_batch(
     model: LanguageModel, sequences: Sequence[tuple[int, ...]], seen: Observation, clock: Clock
 ) -> bool:
-    times, written = Counter(sequences), _written(model, seen)
+    times, now = Counter(sequences), _all_written(model, seen)
     if not all(times):
         return False
     if any(
         seen is proof.seen()
         and model.module is proof.module()
-        and (proof.written, proof.repeats) == (written, times)
+        and (proof.written, proof.repeats) == (now, times)
         for proof in _proved
     ):
         return True
@@ -564,7 +575,7 @@ def _is_batch(
         members = _explained(model, list(times), (), seen, clock)
     else:
         members = _unlabelled(model, times)
-    verdict = verify(model, members, seen, clock)
+    verdict = _remembered(model, members, seen, clock)
     return verdict.verified and verdict.repeats == times
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from fedleak.attacks import certificate
 from fedleak.attacks.certificate import PRECISION, Member, Units
-from fedleak.attacks.clock import Clock
+from fedleak.attacks.clock import UNLIMITED, Clock
 from fedleak.models import CAUSAL_LM, CLASS_LOSSES, CLASSIFICATION, pad
 from fedleak.training.observation import Knowledge, UpdateKind
 from fedleak.training.recipe import Recipe
@@ -593,6 +593,17 @@ def test_a_proof_is_made_once(proved):
     model, seen, sequences, recomputed = proved
     assert certificate.proves(model, sequences[::-1], seen)
     assert recomputed == []
+
+
+def test_a_verdict_on_members_that_an_attack_made_is_no_proof_for_others(proved):
+    model, seen, sequences, recomputed = proved
+    update = replace(seen)
+    inputs = [ids[:-1] for ids in sequences]
+    members = certificate.explain(model, inputs, update, UNLIMITED)
+    assert certificate.verify(model, members, update).verified
+    recomputed.clear()
+    assert certificate.proves(model, sequences, update)
+    assert len(recomputed) == 1
 
 
 def test_another_answer_needs_a_proof_of_its_own(proved):

@@ -140,7 +140,7 @@ class Hostile:
     Attributes:
         answers: What, of `ANSWERS`.
         changes: What of the model, of `CHANGES`.
-        update: Whether it writes into the update.
+        update: What it does to the update: "write" into its tensors, "replace" or "clear" them.
         crash: Whether it ends in an error.
     """
 
@@ -148,7 +148,7 @@ class Hostile:
     uses: ClassVar[frozenset[str]] = frozenset()
     answers: str | None = None
     changes: str | None = None
-    update: bool = False
+    update: str | None = None
     crash: bool = False
 
     def obstacle(self, setting):
@@ -157,10 +157,13 @@ class Hostile:
     def __call__(self, seen, model, *, rng):
         if self.changes is not None:
             CHANGES[self.changes](model)
-        if self.update:
-            for tensor in seen.update.tensors.values():
+        for name, tensor in list(seen.update.tensors.items()) if self.update else ():
+            if self.update == "write":
                 tensor.zero_()
-            seen.update.tensors.clear()
+            elif self.update == "replace":
+                seen.update.tensors[name] = torch.zeros_like(tensor)
+            else:
+                del seen.update.tensors[name]
         if self.crash:
             raise RuntimeError("crashed")
         if self.answers is not None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from fedleak.attacks import Attack, AttackSetting, Batched, OnProgress, certificate, replay
 from fedleak.attacks.reconstruction import Reconstruction, Status
@@ -48,14 +49,16 @@ def call(
         rngs: The random stream of each observation.
         report: Is told the progress.
     """
-    before = _written(seen)
+    given = _tensors(seen)
+    before = certificate.written(given)
     if isinstance(attack, Batched):
         returned: object = attack.many(seen, model, rngs=rngs, report=report)
     else:
         returned = [
             attack(observation, model, rng=rng) for observation, rng in zip(seen, rngs, strict=True)
         ]
-    if _written(seen) != before:
+    # What was given is held until here, so that nothing else can be where it was.
+    if certificate.written(_tensors(seen)) != before or certificate.written(given) != before:
         reason = (
             "the attack changed the update, so its answer does not count: it has to work on a copy"
         )
@@ -63,13 +66,8 @@ def call(
     return returned
 
 
-def _written(seen: Sequence[Observation]) -> list[tuple[str, int, int]]:
-    """Returns where the tensors of updates are, and how often torch saw them written to."""
-    return [
-        (name, tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
-        for observation in seen
-        for name, tensor in observation.update.tensors.items()
-    ]
+def _tensors(seen: Sequence[Observation]) -> list[Tensor]:
+    return [t for observation in seen for t in observation.update.tensors.values()]
 
 
 def answers(
