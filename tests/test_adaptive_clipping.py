@@ -18,6 +18,7 @@ from fedleak.flower.client.watching import movement
 from fedleak.flower.engines import train
 from fedleak.flower.server.strategy import CuriousServer
 from fedleak.running import pipeline, preparation
+from fedleak.running.dispatch.dispatcher import Crew
 from fedleak.store.records import LEDGER
 from fedleak.store.run import EVERYONE, Key, Run
 from fedleak.store.summaries import SUMMARY
@@ -85,7 +86,7 @@ def held(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, dict[Key, Any]]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(defense_checks, "refuse_broken", lambda *_: None)
         patch.setattr(CuriousServer, "_capture", keep)
-        pipeline.carry_out(run, made, train, on=[Here()])
+        pipeline.carry_out(run, made, train, Crew([Here()]))
     return run, seen
 
 

@@ -25,6 +25,7 @@ from fedleak.flower.server.strategy import CuriousServer
 from fedleak.models import loading
 from fedleak.report.terminal import explanation as shown
 from fedleak.running import pipeline, preparation
+from fedleak.running.dispatch.dispatcher import Crew
 from fedleak.running.reports import report_run
 from fedleak.store.records import CANARIES, LEAKAGE, LEDGER
 from fedleak.store.run import EVERYONE, Key
@@ -69,7 +70,7 @@ def experiment_of(*defense, federation=(), **tables):
 
 def carried_out(path, experiment):
     run = preparation.prepare(experiment, path)
-    pipeline.carry_out(run, experiment, train, on=[Here()])
+    pipeline.carry_out(run, experiment, train, Crew([Here()]))
     return run
 
 

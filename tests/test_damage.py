@@ -23,6 +23,7 @@ from fedleak.flower.engines import train
 from fedleak.models import loading
 from fedleak.running import pipeline, preparation
 from fedleak.running import purge as purging
+from fedleak.running.dispatch.dispatcher import Crew
 from fedleak.store.lines import Lines
 from fedleak.store.run import Key, Run
 from fedleak.util.errors import FedleakError
@@ -45,7 +46,7 @@ def finished(tmp_path_factory):
     experiment, umask = load(folder / "small.toml"), os.umask(0o022)
     try:
         run = preparation.prepare(experiment, folder / "runs" / "small")
-        pipeline.carry_out(run, experiment, train, on=[Here()])
+        pipeline.carry_out(run, experiment, train, Crew([Here()]))
     finally:
         os.umask(umask)
     return folder

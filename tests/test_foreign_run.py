@@ -15,6 +15,7 @@ from tiny import call as call_tiny
 from fedleak.config.loading import load
 from fedleak.flower.engines import train
 from fedleak.running import pipeline, preparation
+from fedleak.running.dispatch.dispatcher import Crew
 from fedleak.store.run import Run
 
 FOLDERS = ("captures", "models", "vault", "defended", "candidates", "held")
@@ -38,7 +39,7 @@ def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("finished")
     (folder / "small.toml").write_text(toml({"attack": [DLG]}))
     run = preparation.prepare(load(folder / "small.toml"), folder / "runs" / "small")
-    pipeline.carry_out(run, load(folder / "small.toml"), train, on=[Here()])
+    pipeline.carry_out(run, load(folder / "small.toml"), train, Crew([Here()]))
     return folder
 
 
@@ -152,6 +153,15 @@ def test_a_link_or_a_pipe_is_not_replaced(run, command):
     assert Path("link.csv").is_symlink()
     assert Path("pipe.csv").is_fifo()
     assert Path("target.csv").read_bytes() == SECRET
+
+
+def test_sizes_of_other_clients_are_refused_in_a_line(run):
+    path = run.path / "run.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"node_examples": [1]}))
+    for command in ("score RUN", "report RUN", "gate RUN --set gate.exact=1"):
+        status, errors = call(command)
+        assert status == 1
+        assert "node_examples has 1 clients" in errors
 
 
 # --- programs -------------------------------------------------------------------------------------

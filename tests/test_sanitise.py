@@ -18,16 +18,15 @@ from fedleak.report.drawings.sweeps import along_first_key, frontier, tradeoff
 from fedleak.report.tables.sweep import attacks_table
 from fedleak.report.terminal.run import print_run
 from fedleak.report.terminal.table import print_table
-from fedleak.store.records import LeakageRow, Utility
+from fedleak.store.records import Guarantee, LeakageRow, Utility
 from fedleak.store.run import Run
 from fedleak.store.summaries import (
     SUMMARY,
     AttackSummary,
     CellSummary,
     Circumstances,
-    DefenseMeans,
+    DefenseFigures,
     Estimate,
-    Guarantee,
     RunSummary,
     SweepSummary,
     WorstCase,
@@ -126,7 +125,7 @@ def hostile(tmp_path):
         captures=2,
         attacks={STORED: summary_of(STORED), "dager": summary_of()},
         defenses=Circumstances(defense=({"kind": STORED, STORED: STORED},), share=[STORED]),
-        defended=(DefenseMeans(defense=0, kind=STORED, clipped=0.5, **{STORED: 1.0}),),
+        defended=(DefenseFigures(defense=0, kind=STORED, clipped=0.5, **{STORED: 1.0}),),
         privacy=Guarantee(
             epsilon=1.0,
             delta=1e-5,

@@ -16,6 +16,7 @@ from fedleak.config.loading import load, parse
 from fedleak.flower import inline
 from fedleak.running import pipeline, preparation, sweep
 from fedleak.running.dispatch.agenda import groups, part_of
+from fedleak.running.dispatch.dispatcher import Crew
 from fedleak.store.lines import Lines
 from fedleak.store.run import Key, Run
 from fedleak.store.shards import Shard, locked, read_answers, salvage_answers
@@ -38,7 +39,7 @@ def trained(tmp_path_factory):
         inline.train(run, experiment)
     whole = Run(folder / "whole")
     shutil.copytree(run.path, whole.path)
-    pipeline.carry_out(whole, experiment, inline.train, on=[Here()])
+    pipeline.carry_out(whole, experiment, inline.train, Crew([Here()]))
     return folder
 
 
@@ -143,7 +144,7 @@ def test_a_killed_shard_repeats_its_own_work_alone(run, tmp_path):
     assert attack(shard="2/2")[0] == 0
     other = (run.path / "shard-2of2" / MAIN).read_bytes()
     with pytest.raises(KeyboardInterrupt):
-        pipeline.attack_shard(run, experiment, shard, on=[Killed(after=2)])
+        pipeline.attack_shard(run, experiment, shard, Crew([Killed(after=2)]))
     kept = (run.path / shard.folder / MAIN).read_bytes()
     assert kept.count(b"\n") == 2
     with open(run.path / shard.folder / MAIN, "ab") as file:
@@ -199,7 +200,7 @@ def test_a_capture_goes_once_all_shards_have_answered_for_it(run, tmp_path, orde
     for number in order[:2]:
         assert attack(shard=f"{number}/3")[0] == 0
     with pytest.raises(KeyboardInterrupt):
-        pipeline.attack_shard(run, experiment, Shard(3, order[2]), on=[Killed(after=1)])
+        pipeline.attack_shard(run, experiment, Shard(3, order[2]), Crew([Killed(after=1)]))
     assert run.captures.deleted() <= new
     assert attack(shard=f"{order[2]}/3")[0] == 0
     assert (

@@ -33,14 +33,13 @@ from fedleak.running import preparation, sweep
 from fedleak.store import summaries
 from fedleak.store.lines import Lines
 from fedleak.store.provenance import unsealed
-from fedleak.store.records import Utility
+from fedleak.store.records import Guarantee, Utility
 from fedleak.store.run import Run
 from fedleak.store.summaries import (
     AttackSummary,
     Baseline,
     CellSummary,
     Estimate,
-    Guarantee,
     SweepSummary,
 )
 from fedleak.util import processes

@@ -28,7 +28,7 @@ from fedleak.running import preparation
 from fedleak.running.dispatch import dispatcher
 from fedleak.running.workers import answers
 from fedleak.running.workers.model_state import changed, state
-from fedleak.running.workers.process import Job, work, work_together
+from fedleak.running.workers.process import Job, work_together
 from fedleak.store.lines import Lines
 from fedleak.store.run import Key, Run
 from fedleak.training.observation import Knowledge
@@ -81,7 +81,7 @@ class Witness:
 def model_given(run):
     """Returns the model that an attack is given now."""
     witness = Witness()
-    work(job_of(run, witness), "cpu")
+    work_together([job_of(run, witness)], "cpu")
     return witness.model
 
 
@@ -94,7 +94,7 @@ def timeless(answer):
 
 @pytest.mark.parametrize("answer", ANSWERS)
 def test_an_answer_that_is_none_is_the_attacks_failure(trained, answer):
-    row = work(job_of(trained, Hostile(answer)), "cpu")
+    row = work_together([job_of(trained, Hostile(answer))], "cpu")[0]
     assert row.status == Status.FAILED
     assert row.reason.startswith("the attack's answer is invalid: ")
     assert row.sequences is None
@@ -109,7 +109,7 @@ def test_too_few_answers_are_a_failure_of_all(trained):
 
 
 def test_a_good_answer_is_kept_and_what_is_not_finite_is_null(trained):
-    row = work(job_of(trained, Hostile()), "cpu")
+    row = work_together([job_of(trained, Hostile())], "cpu")[0]
     assert (row.status, row.sequences) == (Status.RECOVERED, ((5, 6),))
     assert (row.evidence, row.margins) == ((None,), (None,))
 
@@ -175,13 +175,13 @@ def test_a_run_with_hostile_attacks_is_attacked_scored_and_shown(run, monkeypatc
 @pytest.mark.parametrize(("change", "crash"), some(product(CHANGES, [False, True]), every=3))
 def test_a_changed_model_is_noted_and_the_next_attack_answers_as_if_alone(trained, change, crash):
     honest = job_of(trained, Probes())
-    expected = timeless(work(honest, "cpu"))
+    expected = timeless(work_together([honest], "cpu")[0])
     spoiler = job_of(trained, Hostile(changes=change, crash=crash))
     if crash:
         with pytest.raises(RuntimeError, match="crashed"):
-            work(spoiler, "cpu")
+            work_together([spoiler], "cpu")
     else:
-        row = work(spoiler, "cpu")
+        row = work_together([spoiler], "cpu")[0]
         assert row.status == Status.FAILED
         assert "the attack changed the model (" in row.reason
         assert change.partition(":")[0] in row.reason
@@ -189,12 +189,12 @@ def test_a_changed_model_is_noted_and_the_next_attack_answers_as_if_alone(traine
     fresh = loading.load(honest.model)
     models.load_parameters_(fresh, trained.models.read_model(1))
     assert changed(model_given(trained), state(fresh)) == []
-    assert timeless(work(honest, "cpu")) == expected
+    assert timeless(work_together([honest], "cpu")[0]) == expected
 
 
 def test_an_attack_that_leaves_the_model_alone_keeps_it_loaded(trained):
     model = model_given(trained)
-    work(job_of(trained, Probes()), "cpu")
+    work_together([job_of(trained, Probes())], "cpu")
     assert model_given(trained) is model
 
 
@@ -212,11 +212,11 @@ def test_a_state_is_that_of_the_values_not_of_the_objects(bert_tiny):
 def test_what_an_attack_writes_into_the_update_no_other_sees(trained, how):
     path = trained.path / "captures" / f"{Key(1, 0)}.safetensors"
     content = path.read_bytes()
-    expected = timeless(work(job_of(trained, Probes()), "cpu"))
-    row = work(job_of(trained, Hostile(update=how)), "cpu")
+    expected = timeless(work_together([job_of(trained, Probes())], "cpu")[0])
+    row = work_together([job_of(trained, Hostile(update=how))], "cpu")[0]
     assert row.status == Status.FAILED
     assert "the attack changed the update" in row.reason
     assert path.read_bytes() == content
-    assert timeless(work(job_of(trained, Probes()), "cpu")) == expected
+    assert timeless(work_together([job_of(trained, Probes())], "cpu")[0]) == expected
     update = trained.captures.read_capture(Key(1, 0)).update
     assert all(torch.count_nonzero(t) for t in update.tensors.values())

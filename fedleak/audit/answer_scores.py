@@ -357,18 +357,9 @@ def unscored(answer: Answer) -> LeakageRow:
     """Returns the row of an answer that is compared with nothing: what the attack itself says."""
     # Below 1 is a guess; null had nothing to be compared with.
     margins = [m for m in answer.margins if m is not None and m >= 1]
-    return LeakageRow(
-        round=answer.round,
-        client=answer.client,
-        attack=answer.attack,
-        status=UNSCORED if answer.status == Status.RECOVERED else answer.status,
-        reason=answer.reason,
-        verified=answer.verified,
-        facts={name: Fact(claimed=value) for name, value in answer.facts.items()},
-        margin=min(margins, default=None),
-        diagnostics=answer.diagnostics,
-        seconds=answer.seconds,
-        device=answer.device,
-        granted=answer.granted,
-        knows=answer.knows,
-    )
+    own = {
+        "status": UNSCORED if answer.status == Status.RECOVERED else answer.status,
+        "facts": {name: Fact(claimed=value) for name, value in answer.facts.items()},
+        "margin": min(margins, default=None),
+    }
+    return LeakageRow(**{**dict(answer), **own})

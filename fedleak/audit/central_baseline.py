@@ -8,7 +8,7 @@ from torch import Tensor
 from fedleak import models
 from fedleak.audit.metrics.utility import evaluate
 from fedleak.config.experiment import Experiment
-from fedleak.federation.schedule import clients_of_round
+from fedleak.federation.schedule import updates
 from fedleak.federation.workload import divide, read_data
 from fedleak.models import loading
 from fedleak.store.files import plain
@@ -31,11 +31,7 @@ def central(experiment: Experiment, run: Run) -> Baseline:
     models.load_parameters_(model, run.models.read_model(1))
     workload = divide(experiment, read_data(experiment), model)
     local = experiment.local_training
-    steps = sum(
-        local.steps(len(workload.parts[client]))
-        for round in range(1, experiment.federation.rounds + 1)
-        for client in clients_of_round(experiment, round)
-    )
+    steps = sum(local.steps(len(workload.parts[key.client])) for key in updates(experiment))
     one_step = replace(local, epochs=1)
     rng, moments = stream(experiment.seed, "reference"), dict[str, Tensor]()
     for step in range(steps):

@@ -1,6 +1,5 @@
 """Means over rows with their intervals, and whether they are rates at all."""
 
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ from fedleak.store.records import LeakageRow, PersonalItem
 from fedleak.store.run import EVERYONE, Run
 from fedleak.store.summaries import Estimate, KindRead, MeanOfClients, PersonalData
 from fedleak.training.observation import UpdateKind
+from fedleak.util.lists import grouped
 
 FEW_TEXTS, FEW_CLIENTS = 20, 10
 """Fewer than these are reported with a warning."""
@@ -89,11 +89,8 @@ def mean_over_clients(
     """
     if not rows_and_values:
         return None
-    values, clients = (
-        [value for _, value in rows_and_values],
-        [row.unit for row, _ in rows_and_values],
-    )
-    return estimate(values, clients, weights, most=most, largest=largest)
+    units, values = zip(*((row.unit, value) for row, value in rows_and_values), strict=True)
+    return estimate(values, units, weights, most=most, largest=largest)
 
 
 def personal_data(
@@ -110,9 +107,7 @@ def personal_data(
     answered = [(row, item) for row, item in rows_and_items if item.read is not None]
     if not rows_and_items:
         return None
-    kinds: dict[str, list[PersonalItem]] = defaultdict(list)
-    for _, item in answered:
-        kinds[item.kind].append(item)
+    kinds = grouped((item for _, item in answered), lambda item: item.kind)
     read = [(row, float(bool(item.read))) for row, item in answered]
     control = [(row, float(item.control)) for row, item in answered if item.control is not None]
     return PersonalData(

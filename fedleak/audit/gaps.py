@@ -4,6 +4,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, product
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
 
 from fedleak.attacks.reconstruction import Status
 from fedleak.config.experiment import Experiment
@@ -14,8 +17,12 @@ from fedleak.store.records import UNSCORED, Answer, LeakageRow
 from fedleak.store.run import Key, Run
 from fedleak.store.shards import Shard, Share, attacks_in, damaged, shares
 from fedleak.store.summaries import SUMMARY
+from fedleak.store.vault import Notes
 from fedleak.training.truth import GroundTruth
 from fedleak.util.errors import FedleakError
+from fedleak.util.lists import first_of
+
+Note = TypeVar("Note", bound=BaseModel)
 
 _NO_ANSWER = (Status.ABSTAINED, Status.INADMISSIBLE)
 
@@ -43,6 +50,21 @@ class Gaps:
     unscored: int = 0
 
 
+def read_notes(notes: Notes, kind: type[Note], gaps: Gaps) -> dict[Key, Note | None]:
+    """Returns what clients noted on their updates; None, and a gap, where a file is damaged."""
+    read: dict[Key, Note | None] = {}
+    for key in notes.all_keys():
+        try:
+            read[key] = kind.model_validate(notes.read_note(key))
+        except (FedleakError, ValidationError):
+            read[key] = None
+            gaps.missing.append(
+                f"{notes.path(key)} is damaged: what was counted with it stays, and only `fedleak "
+                "run FILE --fresh` writes such a file again"
+            )
+    return read
+
+
 def refuse_gaps(*runs: Run, besides: Collection[str] = ()) -> None:
     """Refuses runs that are incomplete or wrong.
 
@@ -59,34 +81,16 @@ def refuse_gaps(*runs: Run, besides: Collection[str] = ()) -> None:
         raise FedleakError("; ".join(refused))
 
 
-def find_gaps(
-    run: Run,
-    experiment: Experiment,
-    attack_names: Sequence[str],
-    answers: Mapping[tuple[Key, str], Answer],
-    rows: Sequence[LeakageRow],
-    truths: Mapping[Key, GroundTruth | None],
-    gaps: Gaps,
-) -> None:
+def find_gaps(known: "Known", gaps: Gaps) -> None:
     """Notes which answers failed, are missing, or could not be scored.
 
     Args:
-        run: The run directory.
-        experiment: What was prepared there.
-        attack_names: Names of the attacks that should have answered.
-        answers: All that there are.
-        rows: All that leakage.jsonl will hold.
-        truths: By capture; None where it is missing or damaged.
+        known: What there is of a run.
         gaps: What is extended.
     """
-    known = _Known(run, experiment, attack_names, answers, rows, truths)
+    run, experiment = known.run, known.experiment
     gaps.missing += [*_failed(known), *_refuted(known)]
-    gaps.notes += [
-        *_no_answers(known),
-        *_smallest_sum(known.run, known.experiment),
-        *absences(known.run),
-        *_left_out(known),
-    ]
+    gaps.notes += [*_no_answers(known), *_smallest_sum(known), *absences(run), *_left_out(known)]
     if purged := run.info().get("purged"):
         if not run.info().get("purge_complete", True):
             gaps.missing.append(
@@ -94,8 +98,8 @@ def find_gaps(
                 "goes on"
             )
         gaps.notes.append(
-            f"the private data was purged on {purged}: all {len(rows)} rows stay as they were, and "
-            "nothing can be attacked or scored again"
+            f"the private data was purged on {purged}: all {len(known.rows)} rows stay as they "
+            "were, and nothing can be attacked or scored again"
         )
         return
     for kind in (_captures, _too_late, _unanswered, _unreadable_shards, _gone_answers):
@@ -112,8 +116,17 @@ def find_gaps(
 
 
 @dataclass(frozen=True)
-class _Known:
-    """What there is of a run; the fields are those of `find_gaps`."""
+class Known:
+    """What there is of a run.
+
+    Attributes:
+        run: The run directory.
+        experiment: What was prepared there.
+        attack_names: Names of the attacks that should have answered.
+        answers: All that there are.
+        rows: All that leakage.jsonl will hold.
+        truths: By capture; None where it is missing or damaged.
+    """
 
     run: Run
     experiment: Experiment
@@ -163,19 +176,19 @@ class _Known:
         return sorted(bare), sorted(untrue - bare)
 
 
-def _failed(known: _Known) -> Iterator[str]:
+def _failed(known: Known) -> Iterator[str]:
     """Says which answers failed, and why."""
     failed = [answer for answer in known.answers.values() if answer.status == Status.FAILED]
     if failed:
         reasons = dict.fromkeys(f"{answer.attack}: {answer.reason}" for answer in failed)
         yield (
             f"{len(failed)} of {len(known.answers)} answers failed "
-            f"({_listed(reasons, '; ', 'and {} more reasons')}): "
+            f"({first_of(reasons, NAMED, '; ', '; and {} more reasons')}): "
             f"`fedleak attack {known.run.path} --retry` tries them again"
         )
 
 
-def _refuted(known: _Known) -> Iterator[str]:
+def _refuted(known: Known) -> Iterator[str]:
     """Says which answers claim a proof that the truth refutes."""
     rowed = {row.id: row for row in known.rows}
     refuted = [
@@ -192,15 +205,16 @@ def _refuted(known: _Known) -> Iterator[str]:
         )
 
 
-def _no_answers(known: _Known) -> Iterator[str]:
+def _no_answers(known: Known) -> Iterator[str]:
     """Says that no attack stands by anything."""
     answers = known.answers.values()
     if answers and all(answer.status in _NO_ANSWER for answer in answers):
         yield f"no attack gave an answer: all {len(answers)} abstained or are inadmissible"
 
 
-def _smallest_sum(run: Run, experiment: Experiment) -> Iterator[str]:
+def _smallest_sum(known: Known) -> Iterator[str]:
     """Says among how few clients an update of the run is hidden, if the server sees sums."""
+    run, experiment = known.run, known.experiment
     sums = [
         len({*clients_of_round(experiment, key.round)} - dropped_out(run, key.round))
         for key in run.captures.all_keys()
@@ -243,16 +257,16 @@ def _by_round(clients_by_round: Mapping[str, Sequence[int]]) -> str:
         for round, clients in clients_by_round.items()
         if clients
     ]
-    return _listed(listed, "; ", "and others in {} more rounds")
+    return first_of(listed, NAMED, "; ", "; and others in {} more rounds")
 
 
-def _left_out(known: _Known) -> Iterator[str]:
+def _left_out(known: Known) -> Iterator[str]:
     """Says how many messages an import could not read."""
     if left_out := known.run.info().get("left_out"):
         yield f"{len(left_out)} messages were left out of the run when it was imported"
 
 
-def _captures(known: _Known) -> Iterator[str]:
+def _captures(known: Known) -> Iterator[str]:
     """Says which captures are not there yet, or are missing though nobody was to delete them."""
     here, status = set(known.run.captures.all_keys()), known.run.info()["status"]
     gone = sorted({*known.expected} - here)
@@ -268,7 +282,7 @@ def _captures(known: _Known) -> Iterator[str]:
         )
 
 
-def _too_late(known: _Known) -> Iterator[str]:
+def _too_late(known: Known) -> Iterator[str]:
     """Says which attacks came after captures were deleted."""
     deleted = known.run.captures.deleted()
     late = [(key, name) for key, name in known.unanswered if key in deleted]
@@ -281,7 +295,7 @@ def _too_late(known: _Known) -> Iterator[str]:
         )
 
 
-def _unanswered(known: _Known) -> Iterator[str]:
+def _unanswered(known: Known) -> Iterator[str]:
     """Says how many answers are missing to captures that are here."""
     here = known.run.captures.stored()
     left = [key for key, _ in known.unanswered if key in here]
@@ -290,18 +304,18 @@ def _unanswered(known: _Known) -> Iterator[str]:
         yield f"{len(left)} of {wanted} answers are missing (for {_listed(left)}): {_remedy(known)}"
 
 
-def _unreadable_shards(known: _Known) -> Iterator[str]:
+def _unreadable_shards(known: Known) -> Iterator[str]:
     """Says which shards do not say what they were asked for."""
     lost = [shard for shard, share in known.shards.items() if share is None]
     if lost:
-        names = ", ".join(map(str, lost[:MOST_SHARDS]))
         yield (
-            f"shard.json of shard {names} is missing or damaged, so nobody knows what it was asked "
-            "for: the command that started the shard writes it anew, and gives no answer twice"
+            f"shard.json of shard {first_of(lost, MOST_SHARDS)} is missing or damaged, so nobody "
+            "knows what it was asked for: the command that started the shard writes it anew, and "
+            "gives no answer twice"
         )
 
 
-def _gone_answers(known: _Known) -> Iterator[str]:
+def _gone_answers(known: Known) -> Iterator[str]:
     """Says which attacks have rows, but no answers any more."""
     others = {row.attack for row in known.rows if row.id not in known.answers} - {*known.attacks}
     if others:
@@ -311,7 +325,7 @@ def _gone_answers(known: _Known) -> Iterator[str]:
         )
 
 
-def _without_truth(known: _Known) -> Iterator[str]:
+def _without_truth(known: Known) -> Iterator[str]:
     """Says which captures have answers and no truth."""
     run, (bare, _) = known.run, known.without_truth
     if bare:
@@ -329,7 +343,7 @@ def _without_truth(known: _Known) -> Iterator[str]:
         )
 
 
-def _kept_without_truth(known: _Known) -> Iterator[str]:
+def _kept_without_truth(known: Known) -> Iterator[str]:
     """Says which captures have no truth any more, and rows of the time when they had."""
     _, kept = known.without_truth
     if kept:
@@ -339,7 +353,7 @@ def _kept_without_truth(known: _Known) -> Iterator[str]:
         )
 
 
-def _remedy(known: _Known) -> str:
+def _remedy(known: Known) -> str:
     """Returns which command gives the missing answers, and which shards are not complete."""
     complete = {shard for shard, share in known.shards.items() if share and share.complete}
     open_ = [
@@ -356,10 +370,6 @@ def _remedy(known: _Known) -> str:
     )
 
 
-def _listed(
-    values: Iterable[object], separator: str = ", ", more: str = "and {} more", most: int = NAMED
-) -> str:
-    """Returns the first few of what there is, and how many more there are."""
-    names = list(dict.fromkeys(map(str, values)))
-    rest = [more.format(len(names) - most)] * (len(names) > most)
-    return separator.join([*names[:most], *rest])
+def _listed(values: Iterable[object], most: int = NAMED) -> str:
+    """Returns the first few different ones of what there is, and how many more there are."""
+    return first_of(dict.fromkeys(values), most, more=", and {} more")

@@ -9,16 +9,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from fedleak.audit.detection import DetectionNote
+from fedleak.audit.gaps import Note
 from fedleak.audit.privacy.ledger import ClientNote
 from fedleak.audit.vault import check_truth, weight
 from fedleak.federation.assignment import client_fingerprint
 from fedleak.federation.lookup import examples, stored
-from fedleak.federation.schedule import clients_of_round
+from fedleak.federation.schedule import updates
 from fedleak.models import CLASSIFICATION, loading
 from fedleak.store import records
 from fedleak.store.files import naming, parse_json, real_folder
@@ -30,8 +31,6 @@ from fedleak.training.truth import GroundTruth
 from fedleak.util.errors import CaptureError, ConfigError, FedleakError
 from fedleak.util.plain_files import content
 from fedleak.util.sanitise import printable
-
-Note = TypeVar("Note", bound=BaseModel)
 
 MOST_BYTES = 64 * 2**20
 """Of a file of a vault: a private batch of more than a million tokens."""
@@ -134,12 +133,7 @@ class _Check:
         self._vocabulary = model.vocabulary
         self._mark = client_fingerprint(self._experiment)
         self._captured = set(run.captures.all_keys())
-        rounds = range(1, self._experiment.federation.rounds + 1)
-        self._keys = {
-            f"{key}.json": key
-            for round in rounds
-            for key in (Key(round, client) for client in clients_of_round(self._experiment, round))
-        }
+        self._keys = {f"{key}.json": key for key in updates(self._experiment)}
 
     def files(self, folder: Path) -> Iterator[tuple[Key, Path]]:
         """Yields the files of a folder, each with its round and client."""

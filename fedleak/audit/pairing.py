@@ -5,15 +5,15 @@ do. Where many differences are shown together some are large by chance: `correct
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from fedleak.audit.estimates import Largest
 from fedleak.audit.metrics import intervals
-from fedleak.store.records import LeakageRow, TextScore
+from fedleak.store.records import LeakageRow
 from fedleak.store.run import Key
 from fedleak.store.summaries import Difference
+from fedleak.util.lists import grouped
 
 FIGURES = {"exact": 1.0, "rougeL": 100.0, "token_recall": 1.0, "personal_data": 1.0}
 """What is compared of each text, and the most that it can be."""
@@ -34,9 +34,9 @@ def best(rows: Iterable[LeakageRow], figure: str) -> Mapping[Text, float]:
     best_scores: dict[Text, float] = {}
     for row in rows:
         for place, text_score in enumerate(row.texts or ()):
-            if (score := _score(text_score, figure)) is not None:
-                text = Text(row.key, place)
-                best_scores[text] = max(score, best_scores.get(text, score))
+            if (score := getattr(text_score, figure)) is not None:
+                text, value = Text(row.key, place), float(score)
+                best_scores[text] = max(value, best_scores.get(text, value))
     return best_scores
 
 
@@ -51,19 +51,17 @@ def difference(
     """Returns the mean difference of `new` to `old` over texts that both have, at least one."""
     clients, most = [text.key.client for text in texts], FIGURES[figure]
     differences = [new[text] - old[text] for text in texts]
-    of_client: dict[int, list[float]] = defaultdict(list)
-    for client, apart in zip(clients, differences, strict=True):
-        of_client[client].append(apart)
+    by_client = grouped(texts, lambda text: text.key.client).values()
     ends = intervals.clustered_mean(
         differences, clients, most=most, least=-most, largest=largest.texts
     )
     before, after = (sum(scores[text] for text in texts) / len(texts) for scores in (old, new))
-    p = intervals.sign_flip_test([math.fsum(apart) for apart in of_client.values()])
+    p = intervals.sign_flip_test([math.fsum(new[t] - old[t] for t in own) for own in by_client])
     return Difference(
         attack=attack,
         figure=figure,
         texts=len(texts),
-        clients=len(of_client),
+        clients=len(by_client),
         before=before,
         after=after,
         mean=after - before,
@@ -90,8 +88,3 @@ def corrected(groups: Iterable[Iterable[Difference]]) -> list[tuple[Difference, 
         tuple(line.model_copy(update={"p_adjusted": next(adjusted)}) for line in group)
         for group in groups
     ]
-
-
-def _score(text: TextScore, figure: str) -> float | None:
-    value = getattr(text, figure)
-    return None if value is None else float(value)

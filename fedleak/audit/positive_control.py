@@ -9,7 +9,6 @@ The copies are captures of a run of their own below the run.
 """
 
 import json
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
@@ -31,6 +30,7 @@ from fedleak.training.local import local_update_
 from fedleak.training.observation import QUESTIONS, Knowledge
 from fedleak.training.truth import GroundTruth
 from fedleak.util.errors import FedleakError
+from fedleak.util.lists import grouped
 from fedleak.util.rng import stream
 from fedleak.util.versions import versions
 
@@ -226,9 +226,7 @@ def summarised(
 
 def of_rows(rows: Sequence[LeakageRow]) -> PositiveControl | None:
     """Sums up what attacks read of undefended updates; None where no truth is known."""
-    by_attack: dict[str, list[LeakageRow]] = defaultdict(list)
-    for row in rows:
-        by_attack[row.attack].append(row)
+    by_attack = grouped(rows, lambda row: row.attack)
     texts = sum(text_counts(rows).values())
     if not texts:
         return None

@@ -1,7 +1,5 @@
 """The files that scoring works on: what it can read of a run, and what it writes."""
 
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,20 +7,12 @@ from fedleak.config.experiment import Experiment
 from fedleak.federation.lookup import stored
 from fedleak.federation.workload import outline
 from fedleak.models import LanguageModel
-from fedleak.store.records import (
-    CANARIES,
-    DETECTIONS,
-    MEMBERSHIP,
-    PUBLISHED,
-    UTILITY,
-    Answer,
-    PublishedRow,
-    ScoredRows,
-    Utility,
-)
+from fedleak.store import records
+from fedleak.store.records import Answer, ScoredRows
 from fedleak.store.run import Run
 from fedleak.store.shards import read_answers, salvage_answers
 from fedleak.store.summaries import SUMMARY, PositiveControl, RunSummary
+from fedleak.util.nested import digest
 
 
 @dataclass(frozen=True)
@@ -41,8 +31,8 @@ class Recorded:
     experiment: Experiment
     model: LanguageModel
     answers: Sequence[Answer]
-    utility: Sequence[Utility]
-    published: Sequence[PublishedRow]
+    utility: Sequence[records.Utility]
+    published: Sequence[records.PublishedRow]
     earlier: ScoredRows
 
 
@@ -58,14 +48,9 @@ def salvaged(run: Run) -> Recorded:
     experiment = stored(run)
     model = outline(experiment, run.info()["num_labels"])
     answers = salvage_answers(run, model.vocabulary)
-    return Recorded(
-        experiment,
-        model,
-        answers,
-        run.salvage(UTILITY),
-        run.salvage(PUBLISHED),
-        ScoredRows.read_files(run.salvage),
-    )
+    utility, published = run.salvage(records.UTILITY), run.salvage(records.PUBLISHED)
+    earlier = ScoredRows.read_files(run.salvage)
+    return Recorded(experiment, model, answers, utility, published, earlier)
 
 
 def primary(run: Run, model: LanguageModel | None = None) -> Recorded:
@@ -82,14 +67,14 @@ def primary(run: Run, model: LanguageModel | None = None) -> Recorded:
     experiment = stored(run)
     model = model or outline(experiment, run.info()["num_labels"])
     answers = read_answers(run, model.vocabulary)
-    utility, published = run.rows(UTILITY), run.rows(PUBLISHED)
+    utility, published = run.rows(records.UTILITY), run.rows(records.PUBLISHED)
     return Recorded(experiment, model, answers, utility, published, ScoredRows())
 
 
 def write(run: Run, rows: ScoredRows, summary: RunSummary) -> None:
     """Writes scores into the run directory; whoever calls this holds the lock."""
     for lines, of_file in rows.by_file():
-        if of_file or lines not in (CANARIES, DETECTIONS, MEMBERSHIP):
+        if of_file or lines not in (records.CANARIES, records.DETECTIONS, records.MEMBERSHIP):
             run.write_rows(lines, of_file)
     run.write(SUMMARY, summary)
 
@@ -99,7 +84,6 @@ def mark(rows: ScoredRows, copies: PositiveControl | None) -> str:
     plain = [
         [row.model_dump(mode="json") for row in of_file]
         for lines, of_file in rows.by_file()
-        if of_file or lines is not DETECTIONS  # which runs of an older version lack
+        if of_file or lines is not records.DETECTIONS  # which runs of an older version lack
     ]
-    figures = [*plain, copies and copies.model_dump(mode="json")]
-    return hashlib.sha256(json.dumps(figures, sort_keys=True).encode()).hexdigest()
+    return digest([*plain, copies and copies.model_dump(mode="json")])

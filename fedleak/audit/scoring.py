@@ -12,17 +12,9 @@ from itertools import chain
 
 from fedleak.attacks import unchecked
 from fedleak.attacks.reconstruction import Status
-from fedleak.audit import detection, positive_control
-from fedleak.audit.answer_scores import (
-    Scored,
-    Scores,
-    compared,
-    guess,
-    score_other,
-    unscored,
-    with_personal_data,
-)
-from fedleak.audit.gaps import Gaps, find_gaps
+from fedleak.audit import answer_scores, detection, positive_control
+from fedleak.audit.answer_scores import Scored, Scores
+from fedleak.audit.gaps import Gaps, Known, find_gaps, read_notes
 from fedleak.audit.kept_texts import read_candidates, read_held_out
 from fedleak.audit.metrics import personal_data
 from fedleak.audit.metrics.personal_data import Item
@@ -99,24 +91,20 @@ def score(run: Run, recorded: Recorded, attack_names: Iterable[str] | None = Non
     truths = _truths(run, sorted({key for key, _ in answers}), recorded.model, gaps)
     scored = _scored(run, recorded, answers, truths)
     leakage = [scored_answer.row for scored_answer in scored]
-    find_gaps(run, experiment, list(attack_names), answers, leakage, truths, gaps)
+    find_gaps(Known(run, experiment, list(attack_names), answers, leakage, truths), gaps)
     gaps.notes += _noise_notes(run, truths)
     gaps.notes += unchecked(str(answer.settings.get("kind")) for answer in answers.values())
-    notes = ledger.client_notes(run, gaps)
+    notes = read_notes(run.defended, ledger.ClientNote, gaps)
     earlier = recorded.earlier
     rows = ScoredRows(
         leakage=leakage,
         ledger=ledger.ledger(run, experiment, notes, gaps, earlier.ledger),
         defended=ledger.defense_rows(notes, earlier.defended),
-        canary=canaries.canary_rows(run, experiment, recorded.model, gaps, earlier.canary),
+        canary=canaries.canary_rows(run, recorded, gaps),
         members=_members(run, recorded, answers, truths),
         detected=detection.detection_rows(run, gaps, earlier.detected),
     )
-    finished = {answer_id: place for place, answer_id in enumerate(answers)}
-    copies = _copies(run, recorded, gaps)
-    summary = summarise(
-        run, experiment, gaps, rows, finished, recorded.utility, recorded.published, copies
-    )
+    summary = summarise(run, recorded, gaps, rows, _copies(run, recorded, gaps))
     return RunScores(scored, rows, summary)
 
 
@@ -191,7 +179,7 @@ def _scored(
         given, before = answers.get((key, attack)), earlier.get((key, attack))
         has_scores = before is not None and before.batch_size is not None
         if given is not None and truths[key] is None and not has_scores:
-            scored.append(Scored(unscored(given), ()))
+            scored.append(Scored(answer_scores.unscored(given), ()))
         elif given is not None and key in known and not _would_lose_scores(given, before):
             of_attack, truth = recovered[attack], known[key]
             new = _new(recorded, given, truth, before, of_attack, guesses[key], items[key])
@@ -221,7 +209,10 @@ def _guesses(
     if not (experiment.audit.controls and known):
         return {key: Scores() for key in known}
     held_out = read_held_out(run, model.vocabulary).sequences
-    return {key: guess(held_out, truth, model, experiment.seed) for key, truth in known.items()}
+    return {
+        key: answer_scores.guess(held_out, truth, model, experiment.seed)
+        for key, truth in known.items()
+    }
 
 
 def _new(
@@ -236,9 +227,9 @@ def _new(
     """Returns the row of an answer whose truth is known."""
     controls, model = recorded.experiment.audit.controls, recorded.model
     other = _other_client(answer.key, recovered) if controls else None
-    control = score_other(other, truth, model) if other else Scores()
-    new = compared(answer, truth, model, control=control, guessed=guessed)
-    new = with_personal_data(new, items, answer, other, model)
+    control = answer_scores.score_other(other, truth, model) if other else Scores()
+    new = answer_scores.compared(answer, truth, model, control=control, guessed=guessed)
+    new = answer_scores.with_personal_data(new, items, answer, other, model)
     if controls and other is None and before is not None:  # the other's answer is gone
         kept: dict[str, object] = {
             "control_rougeL": before.control_rougeL,

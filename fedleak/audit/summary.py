@@ -1,66 +1,50 @@
 """Sums up a run: each attack's figures with their intervals, and how far to trust them."""
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
 from pydantic import JsonValue, ValidationError
 
 from fedleak.attacks.reconstruction import Status
-from fedleak.audit import detection
-from fedleak.audit.estimates import (
-    Largest,
-    largest_client,
-    mean_over_clients,
-    personal_data,
-    too_few,
-)
+from fedleak.audit import detection, estimates
+from fedleak.audit.estimates import Largest
 from fedleak.audit.gaps import Gaps
 from fedleak.audit.ladder import ladder
 from fedleak.audit.metrics.personal_data import looked_for
 from fedleak.audit.privacy import canaries, membership, published
 from fedleak.audit.privacy.ledger import defense_means, guarantee
+from fedleak.audit.score_files import Recorded
 from fedleak.audit.worst_case import worst_case
 from fedleak.config.experiment import Experiment
 from fedleak.federation.lookup import examples
 from fedleak.federation.schedule import malicious_server
-from fedleak.store.records import LeakageRow, PublishedRow, ScoredRows, Utility
-from fedleak.store.run import Key, Run
-from fedleak.store.summaries import (
-    AttackSummary,
-    Baseline,
-    Circumstances,
-    Estimate,
-    PositiveControl,
-    RankBudget,
-    RunSummary,
-)
+from fedleak.store import summaries
+from fedleak.store.records import LeakageRow, ScoredRows
+from fedleak.store.run import Run
+from fedleak.store.summaries import Estimate, RunSummary
 from fedleak.util.errors import FedleakError
 
 
 def summarise(
     run: Run,
-    experiment: Experiment,
+    recorded: Recorded,
     gaps: Gaps,
     rows: ScoredRows,
-    finished: Mapping[tuple[Key, str], int],
-    utility: Sequence[Utility],
-    published_rows: Sequence[PublishedRow],
-    positive_control: PositiveControl | None,
+    positive_control: summaries.PositiveControl | None,
 ) -> RunSummary:
     """Returns the figures of a run.
 
     Args:
         run: The run directory.
-        experiment: What was prepared there.
+        recorded: What it says without its vault and its captures.
         gaps: What is missing; lacks of the utility are added.
         rows: Of all files that scoring writes.
-        finished: The place of each answer in the order in which they came.
-        utility: Of the model, round by round.
-        published_rows: What each published model says of planted secrets.
         positive_control: What attacks read of undefended copies; None: there are none.
     """
-    leakage, largest = rows.leakage, largest_client(run, experiment)
+    experiment, utility, planted = recorded.experiment, recorded.utility, recorded.published
+    leakage, largest = rows.leakage, estimates.largest_client(run, experiment)
+    finished = {answer.id: place for place, answer in enumerate(recorded.answers)}
     attacks = {
         name: attack_summary([row for row in leakage if row.attack == name], largest)
         for name in sorted({row.attack for row in leakage})
@@ -74,7 +58,7 @@ def summarise(
                 f"{run.path / 'utility.jsonl'} lacks the rounds {sorted(lost)}: only `fedleak run "
                 "FILE --fresh` measures them again"
             )
-    if info["status"] == "finished" and published.unaudited(experiment, published_rows):
+    if info["status"] == "finished" and published.unaudited(experiment, planted):
         gaps.missing.append(
             f"{run.path / 'secrets.jsonl'} lacks rounds: `fedleak run` with the experiment's "
             "file audits those models"
@@ -96,7 +80,7 @@ def summarise(
         privacy=guarantee(rows.ledger),
         canary=canaries.summarised(experiment, rows.canary, rows.ledger),
         membership=membership.summarised(experiment, rows.members, largest),
-        published=published.summarised(experiment, published_rows),
+        published=published.summarised(experiment, planted),
         positive_control=positive_control,
         detections=detection.summarised(rows.detected),
         utility_before=utility[0] if utility and utility[0].round == 0 else None,
@@ -111,12 +95,12 @@ def summarise(
     )
 
 
-def _baseline(run: Run, gaps: Gaps) -> Baseline | None:
+def _baseline(run: Run, gaps: Gaps) -> summaries.Baseline | None:
     """Returns the utility of the central baseline; None if there is none."""
     if not (run.path / "reference.json").is_file():
         return None
     try:
-        return Baseline.model_validate(run.read_json("reference.json"))
+        return summaries.Baseline.model_validate(run.read_json("reference.json"))
     except FedleakError as error:
         reason = str(error)
     except ValidationError:
@@ -127,7 +111,7 @@ def _baseline(run: Run, gaps: Gaps) -> Baseline | None:
     return None
 
 
-def circumstances(experiment: Experiment) -> Circumstances:
+def circumstances(experiment: Experiment) -> summaries.Circumstances:
     """Returns all that is in the way of an attack: defenses, and settings that act as such."""
     table, lora = experiment.federation, experiment.model.lora
     settings: dict[str, JsonValue] = {
@@ -140,10 +124,10 @@ def circumstances(experiment: Experiment) -> Circumstances:
         **({"client": client} if (client := experiment.client.changed) else {}),
         **({"sees": experiment.sees} if experiment.sees == "models" else {}),
     }
-    return Circumstances(defense=tuple(experiment.defense), **settings)
+    return summaries.Circumstances(defense=tuple(experiment.defense), **settings)
 
 
-def attack_summary(rows: Sequence[LeakageRow], largest: Largest) -> AttackSummary:
+def attack_summary(rows: Sequence[LeakageRow], largest: Largest) -> summaries.AttackSummary:
     """Sums up one attack. A failed or abstaining attack counts among rows, not as a zero.
 
     Args:
@@ -155,17 +139,17 @@ def attack_summary(rows: Sequence[LeakageRow], largest: Largest) -> AttackSummar
 
     def mean_of(name: str, most: float) -> Estimate | None:
         values = [(row, value) for row in rows if (value := getattr(row, name)) is not None]
-        return mean_over_clients(values, most, largest=largest.updates)
+        return estimates.mean_over_clients(values, most, largest=largest.updates)
 
     seconds = [row.seconds for row in rows if row.seconds is not None]
-    return AttackSummary(
+    return summaries.AttackSummary(
         rows=len(rows),
         status=dict(Counter(row.status for row in rows)),
         verified=sum(row.verified for row in rows),
         knows=tuple(sorted(set(chain.from_iterable(row.knows for row in rows)))),
         sequences=sum(sizes),
         clients=len({row.client for row in measured}),
-        exact_match=mean_over_clients(
+        exact_match=estimates.mean_over_clients(
             [(row, row.exact_match or 0.0) for row in measured],
             1.0,
             sizes,
@@ -180,9 +164,9 @@ def attack_summary(rows: Sequence[LeakageRow], largest: Largest) -> AttackSummar
         token_precision=mean_of("token_precision", 1.0),
         control_token_recall=mean_of("control_token_recall", 1.0),
         guess_token_recall=mean_of("guess_token_recall", 1.0),
-        personal=personal_data([(row, item) for row in rows for item in row.personal]),
+        personal=estimates.personal_data([(row, item) for row in rows for item in row.personal]),
         facts={
-            name: mean_over_clients(_right(rows, name), 1.0, largest=largest.updates)
+            name: estimates.mean_over_clients(_right(rows, name), 1.0, largest=largest.updates)
             for name in sorted({name for row in rows for name in row.facts})
         },
         budget=_budget(rows),
@@ -190,7 +174,7 @@ def attack_summary(rows: Sequence[LeakageRow], largest: Largest) -> AttackSummar
         margin=min((row.margin for row in rows if row.margin is not None), default=None),
         seconds=sum(seconds),
         seconds_per_update=sum(seconds) / len(seconds) if seconds else None,
-        warning=too_few([row for row in rows if row.status == Status.RECOVERED]),
+        warning=estimates.too_few([row for row in rows if row.status == Status.RECOVERED]),
     )
 
 
@@ -200,13 +184,13 @@ def _right(rows: Sequence[LeakageRow], name: str) -> list[tuple[LeakageRow, floa
     return [(row, float(right)) for row, right in compared if right is not None]
 
 
-def _budget(rows: Sequence[LeakageRow]) -> RankBudget | None:
+def _budget(rows: Sequence[LeakageRow]) -> summaries.RankBudget | None:
     """Returns what share of its rank budget a batch used, over rows where that can be told."""
     ratios = (_ratio(row.diagnostics.get("budget")) for row in rows)
     shares = [share for share in ratios if share is not None]
     if not shares:
         return None
-    return RankBudget(mean=sum(shares) / len(shares), max=max(shares), rows=len(shares))
+    return summaries.RankBudget(mean=sum(shares) / len(shares), max=max(shares), rows=len(shares))
 
 
 def _ratio(value: JsonValue) -> float | None:

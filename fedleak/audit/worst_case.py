@@ -5,14 +5,15 @@ for a text is decided with the truth, as no attacker could: the figure is an upp
 attacks of this run read. The controls beside it take the best attack in the same way.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 
 from fedleak.audit.estimates import Largest, mean_over_clients, personal_data, too_few
-from fedleak.store.records import LeakageRow, PersonalItem, TextScore, text_counts
+from fedleak.audit.pairing import FIGURES, Text, best
+from fedleak.store.records import LeakageRow, PersonalItem, text_counts
 from fedleak.store.run import Key
-from fedleak.store.summaries import NEARLY, WorstCase
+from fedleak.store.summaries import NEARLY, Estimate, WorstCase
+from fedleak.util.lists import grouped
 
 
 def worst_case(
@@ -28,62 +29,56 @@ def worst_case(
     answered = [row for row in rows if row.texts is not None]
     if not answered:
         return None
-    of_capture: dict[Key, list[LeakageRow]] = defaultdict(list)
-    for row in sorted(answered, key=lambda row: finished.get(row.id, len(finished))):
-        of_capture[row.key].append(row)
-    exact: list[tuple[LeakageRow, float]] = []
-    rouge: list[tuple[LeakageRow, float]] = []
-    recall: list[tuple[LeakageRow, float]] = []
-    nearly, first = 0, Counter[str]()
-    for several in of_capture.values():
-        for scores in zip(*(row.texts or () for row in several), strict=True):
-            some = several[0]
-            exact += _best(some, (score.exact for score in scores))
-            rouge += _best(some, (score.rougeL for score in scores))
-            alike = any((score.rougeL or 0.0) >= NEARLY for score in scores)
-            nearly += alike and not any(score.exact for score in scores)
-            recall += _best(some, (score.token_recall for score in scores))
-            first.update(_first(several, scores))
-    texts = text_counts(rows)
-    captures = list(of_capture.values())
-    control_rouge = [_best(rows[0], (row.control_rougeL for row in rows)) for rows in captures]
-    control_recall = [
-        _best(rows[0], (row.control_token_recall for row in rows)) for rows in captures
+    answered.sort(key=lambda row: finished.get(row.id, len(finished)))
+    captures = grouped(answered, lambda row: row.key)
+    best_scores = {figure: best(answered, figure) for figure in FIGURES}
+    exact, rouge = best_scores["exact"], best_scores["rougeL"]
+    texts = [
+        Text(key, place)
+        for key, of_capture in captures.items()
+        for place in range(max(len(row.texts or ()) for row in of_capture))
     ]
+    read_first: dict[Text, str] = {}
+    for row in answered:
+        for place, score in enumerate(row.texts or ()):
+            if score.exact:
+                read_first.setdefault(Text(row.key, place), row.attack)
+
+    def mean_of(figure: str) -> Estimate | None:
+        scores = best_scores[figure]
+        measured = [(captures[text.key][0], scores[text]) for text in texts if text in scores]
+        return mean_over_clients(measured, FIGURES[figure], largest=largest.texts)
+
+    def control(figure: str) -> Estimate | None:
+        measured = []
+        for of_capture in captures.values():
+            values = [getattr(row, f"control_{figure}") for row in of_capture]
+            if known := [value for value in values if value is not None]:
+                measured.append((of_capture[0], max(known)))
+        return mean_over_clients(measured, FIGURES[figure], largest=largest.updates)
+
+    sizes = text_counts(rows)
     return WorstCase(
         attacks=tuple(sorted({row.attack for row in answered})),
-        texts=sum(texts.values()),
-        clients=len({row.unit for row in rows if row.key in texts}),
-        unattacked=sum(texts.values()) - len(exact),
-        nearly=nearly,
-        exact_match=mean_over_clients(exact, 1.0, largest=largest.texts),
-        rougeL=mean_over_clients(rouge, 100.0, largest=largest.texts),
-        token_recall=mean_over_clients(recall, 1.0, largest=largest.texts),
-        control_rougeL=mean_over_clients(
-            list(chain(*control_rouge)), 100.0, largest=largest.updates
-        ),
-        control_token_recall=mean_over_clients(
-            list(chain(*control_recall)), 1.0, largest=largest.updates
-        ),
+        texts=sum(sizes.values()),
+        clients=len({row.unit for row in rows if row.key in sizes}),
+        unattacked=sum(sizes.values()) - len(exact),
+        nearly=sum(rouge.get(text, 0.0) >= NEARLY and not exact.get(text) for text in texts),
+        exact_match=mean_of("exact"),
+        rougeL=mean_of("rougeL"),
+        token_recall=mean_of("token_recall"),
+        control_rougeL=control("rougeL"),
+        control_token_recall=control("token_recall"),
         personal=personal_data(_personal(rows)),
-        first=dict(sorted(first.items())),
-        warning=too_few([rows[0] for rows in captures]),
+        first=dict(sorted(Counter(read_first.values()).items())),
+        warning=too_few([of_capture[0] for of_capture in captures.values()]),
     )
-
-
-def _best(row: LeakageRow, scores: Iterable[float | None]) -> list[tuple[LeakageRow, float]]:
-    """Returns the best score that was measured, with the row that it is about; or nothing."""
-    measured = [float(score) for score in scores if score is not None]
-    return [(row, max(measured))] if measured else []
 
 
 def _personal(rows: Iterable[LeakageRow]) -> list[tuple[LeakageRow, PersonalItem]]:
     """Returns what was read of each piece of personal data, with a row that it is about."""
-    of_capture: dict[Key, list[LeakageRow]] = defaultdict(list)
-    for row in rows:
-        of_capture[row.key].append(row)
-    best = []
-    for several in of_capture.values():
+    pieces = []
+    for several in grouped(rows, lambda row: row.key).values():
         # Rows whose answers are gone may have been scored when other things were looked for.
         alike = [row for row in several if len(row.personal) == len(several[-1].personal)]
         for of_piece in zip(*(row.personal for row in alike), strict=True):
@@ -92,10 +87,5 @@ def _personal(rows: Iterable[LeakageRow]) -> list[tuple[LeakageRow, PersonalItem
                 for values in zip(*((item.read, item.control) for item in of_piece), strict=True)
             )
             piece = of_piece[0].model_copy(update={"read": read, "control": control})
-            best.append((several[0], piece))
-    return best
-
-
-def _first(rows: Sequence[LeakageRow], scores: Sequence[TextScore]) -> list[str]:
-    """Returns the first attack that read a text exactly, or nothing."""
-    return [row.attack for row, score in zip(rows, scores, strict=True) if score.exact][:1]
+            pieces.append((several[0], piece))
+    return pieces

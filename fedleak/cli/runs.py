@@ -43,6 +43,7 @@ def run(
     from fedleak.federation.lookup import run_folder
     from fedleak.report.terminal.run import print_run
     from fedleak.running import pipeline
+    from fedleak.running.dispatch.dispatcher import Crew
     from fedleak.running.preparation import prepare, refuse_data_on_nodes
 
     files = files or (PRESET if "preset" in _by_key(changes or ()) else QUICKSTART)
@@ -61,7 +62,7 @@ def run(
         if (note := pipeline.disk_note(at, experiment)) is not None:
             console.print(note, markup=False, highlight=False, soft_wrap=True)
         with progress(console) as show:
-            scored = pipeline.carry_out(at, experiment, train, show)
+            scored = pipeline.carry_out(at, experiment, train, Crew(report=show))
         print_run(at, scored, console, texts=texts)
     refuse_gaps(*runs)
 
@@ -132,6 +133,7 @@ def attack(
     from fedleak.federation.lookup import stored
     from fedleak.report.terminal.run import print_run
     from fedleak.running import pipeline
+    from fedleak.running.dispatch.dispatcher import Crew
     from fedleak.running.preparation import prepare_attacks, refuse_purged
     from fedleak.store.run import Run
     from fedleak.store.shards import Shard
@@ -150,12 +152,12 @@ def attack(
     prepare_attacks(at, experiment)
     if part is not None:
         with progress(console) as show:
-            done = pipeline.attack_shard(at, experiment, part, retry=retry, report=show)
+            done = pipeline.attack_shard(at, experiment, part, Crew(report=show), retry=retry)
         console.print(markup(done), soft_wrap=True)
         return
     with progress(console) as show:
         scored = pipeline.attack_again(
-            at, experiment, retry=retry, control=positive_control, report=show
+            at, experiment, Crew(report=show), retry=retry, control=positive_control
         )
     print_run(at, scored, console, texts=texts)
     refuse_gaps(at)

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from fedleak.attacks import AttackSetting, Batched, Equipped
+from fedleak.attacks import AttackSetting, Batched
 from fedleak.config.components import listed_as
 from fedleak.config.experiment import Experiment
 from fedleak.config.sent_parameters import captured_parameters, sent_by
@@ -213,11 +213,7 @@ def check_attacks(experiment: Experiment, model: LanguageModel) -> None:
     settings = attack_settings(experiment, model)
     obstacles: dict[str, list[str | None]] = defaultdict(list)
     for named in experiment.attacks:
-        if isinstance(named.attack, Equipped):
-            try:
-                named.attack.check_equipment()
-            except ConfigError as error:
-                raise ConfigError(f"attack {named.name!r}: {error}") from error
+        named.check_equipment()
         obstacles[named.listed_as] += map(named.attack.obstacle, grant(settings, named.threat))
     for name, of_attack in obstacles.items():
         # Where it works on some clients, the others' updates are inadmissible.

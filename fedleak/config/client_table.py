@@ -61,12 +61,8 @@ class StepTable(Table):
             raise ValueError(
                 f"momentum is for 'sgd', and optimiser = {self.optimiser!r}: leave it out"
             )
-        lines = {
-            "schedule_rounds": self.schedule_rounds,
-            "final_learning_rate": self.final_learning_rate,
-        }
-        for key, value in lines.items():
-            if self.schedule == "constant" and value:
+        for key in ("schedule_rounds", "final_learning_rate"):
+            if self.schedule == "constant" and (value := getattr(self, key)):
                 raise ValueError(
                     f"{key} = {value:g} is for a schedule, and there is none: set schedule"
                 )

@@ -10,15 +10,15 @@ from typing import Any, Generic, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from fedleak import attacks, server_modes
-from fedleak.attacks import Asked, Attack
+from fedleak.attacks import Asked, Attack, Equipped
 from fedleak.config.tables import ServerTable
-from fedleak.config.wording import one_line
+from fedleak.config.wording import checked, one_line
 from fedleak.defenses import Defense, TrustedAggregator
 from fedleak.detectors import Detector
 from fedleak.server_modes import ServerMode
 from fedleak.server_modes.honest import Honest
 from fedleak.training.observation import QUESTIONS, ThreatModel
-from fedleak.util.errors import ConfigError, UnknownKindError, unknown
+from fedleak.util.errors import ConfigError, UnknownKindError, about, unknown
 from fedleak.util.plugins import discover
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
@@ -49,6 +49,16 @@ class NamedAttack:
     def candidates(self) -> str | None:
         """The file with the texts that it is asked about; None: no such file."""
         return self.attack.candidates if isinstance(self.attack, Asked) else None
+
+    def check_equipment(self) -> None:
+        """Refuses the attack where something that it needs is not on this machine.
+
+        Raises:
+            ConfigError: What it lacks.
+        """
+        if isinstance(self.attack, Equipped):
+            with about(f"attack {self.name!r}"):
+                self.attack.check_equipment()
 
 
 T = TypeVar("T", bound=Defense | Detector)
@@ -103,10 +113,7 @@ def build_server(table: dict[str, Any]) -> Server:
         ConfigError: Its mode or a setting is not right.
     """
     names = ServerTable.model_fields
-    try:
-        common = ServerTable.model_validate({k: v for k, v in table.items() if k in names})
-    except ValidationError as error:
-        raise ConfigError(f"server.{one_line(error, ServerTable)}") from error
+    common = checked(ServerTable, {k: v for k, v in table.items() if k in names}, "server.")
     kind = _kind("server", {"mode": common.mode}, server_modes, "mode")
     own = {key: value for key, value in table.items() if key not in names}
     mode = build("server", server_modes.kinds()[kind], own)
@@ -149,36 +156,35 @@ def on_each_rung(named: NamedAttack, facts: Set[str]) -> list[NamedAttack]:
         facts: The facts that can be granted.
     """
     used = sorted(named.attack.uses & facts)
-    facts_by_rung = {fact: frozenset({fact}) for fact in used}
+    told = {named.name: frozenset[str]()}
+    told |= {f"{named.name}{RUNG}{fact}": frozenset({fact}) for fact in used}
     if len(used) > 1:
-        facts_by_rung[ALL_FACTS] = frozenset(used)
+        told[f"{named.name}{RUNG}{ALL_FACTS}"] = frozenset(used)
     questions = named.attack.uses & QUESTIONS
-    nothing = replace(named, threat=ThreatModel(questions))
     return [
-        nothing,
-        *(
-            replace(named, name=f"{named.name}{RUNG}{word}", threat=ThreatModel(questions | knows))
-            for word, knows in facts_by_rung.items()
-        ),
+        replace(named, name=name, threat=ThreatModel(questions | knows))
+        for name, knows in told.items()
     ]
 
 
 def build_placed(
-    section: str, package: ModuleType, index: int, table: dict[str, Any], num_clients: int
-) -> Placed[Any]:
-    """Builds the defense or detector of the `index`-th `[[section]]`, and says who uses it.
+    section: str, package: ModuleType, tables: Iterable[dict[str, Any]], num_clients: int
+) -> tuple[Placed[Any], ...]:
+    """Builds the defense or detector of each `[[section]]`, and says who uses it.
 
     Raises:
-        ConfigError: Its kind, its clients or a setting is not right.
+        ConfigError: A kind, its clients or a setting is not right.
     """
-    settings = dict(table)
-    where = f"{section}[{index}]"
-    kind = _kind(where, settings, package)
-    clients = _clients(where, settings, num_clients)
-    part = build(where, package.kinds()[kind], settings)
-    if isinstance(part, TrustedAggregator) and clients is not None:
-        raise ConfigError(f"{where}.clients: {kind} is of all clients: leave the key out")
-    return Placed(part, clients)
+    parts = []
+    for index, table in enumerate(tables):
+        settings, where = dict(table), f"{section}[{index}]"
+        kind = _kind(where, settings, package)
+        clients = _clients(where, settings, num_clients)
+        part = build(where, package.kinds()[kind], settings)
+        if isinstance(part, TrustedAggregator) and clients is not None:
+            raise ConfigError(f"{where}.clients: {kind} is of all clients: leave the key out")
+        parts.append(Placed(part, clients))
+    return tuple(parts)
 
 
 def _clients(where: str, settings: dict[str, Any], num_clients: int) -> tuple[int, ...] | None:

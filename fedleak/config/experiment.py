@@ -1,7 +1,5 @@
 """One run as one frozen, validated value."""
 
-import hashlib
-import json
 from dataclasses import replace
 from functools import cached_property
 from itertools import islice
@@ -11,38 +9,10 @@ from pydantic import Field, model_validator
 
 from fedleak import defenses, detectors
 from fedleak.attacks import always_on
+from fedleak.config import components, tables
 from fedleak.config.client_table import ClientTable
-from fedleak.config.components import (
-    LONGEST_NAME,
-    NAME,
-    NamedAttack,
-    Placed,
-    Server,
-    build_attack,
-    build_placed,
-    build_server,
-    on_each_rung,
-    used_by,
-)
+from fedleak.config.components import NamedAttack, Placed, Server
 from fedleak.config.presets import PresetName, with_preset
-from fedleak.config.tables import (
-    HELD_OUT,
-    SAMPLES,
-    AuditTable,
-    CanaryTable,
-    DataTable,
-    FederationTable,
-    GateTable,
-    ModelTable,
-    PrivacyTable,
-    PublishedTable,
-    Table,
-    TappedTable,
-    ThreatTable,
-    UpdateTable,
-    UtilityTable,
-    WorkersTable,
-)
 from fedleak.defenses import Defense, TrustedAggregator
 from fedleak.detectors import Detector
 from fedleak.models import CAUSAL_LM, ModelSpec
@@ -51,37 +21,38 @@ from fedleak.server_modes import ServerMode
 from fedleak.training.observation import GRANTABLE, Sight, ThreatModel, UpdateKind
 from fedleak.training.settings import LocalTraining, ServerOptimiser
 from fedleak.util.errors import ConfigError
+from fedleak.util.nested import digest
 
 LARGEST_SEED = 2**63 - 1
 """The largest seed that random generators take."""
 
 
-class Experiment(Table):
+class Experiment(tables.Table):
     """One run, with the tables of its experiment file."""
 
     preset: PresetName | None = None
     """Published settings that fill in what the file leaves out: see [presets](#presets)."""
-    name: Annotated[str, Field(pattern=f"^{NAME}$", max_length=LONGEST_NAME)]
+    name: Annotated[str, Field(pattern=f"^{components.NAME}$", max_length=components.LONGEST_NAME)]
     """Of the run; its results are in `runs/<name>`."""
     seed: Annotated[int, Field(ge=0, le=LARGEST_SEED)] = 0
     """Everything random follows from it."""
-    model: ModelTable
+    model: tables.ModelTable
     """What is trained."""
-    data: DataTable
+    data: tables.DataTable
     """What the model is trained on."""
-    federation: FederationTable = FederationTable()
+    federation: tables.FederationTable = tables.FederationTable()
     """Who trains, how, and through which engine."""
     client: ClientTable = ClientTable()
     """How a client steps under `fedavg`."""
     server: dict[str, Any] = {}
     """`[server]`: what a malicious server changes of the model that it sends; left out: nothing."""
-    update: UpdateTable = UpdateTable()
+    update: tables.UpdateTable = tables.UpdateTable()
     """Which parameters a client sends."""
     defense: list[dict[str, Any]] = []
     """`[[defense]]`: what clients do for their privacy, in this order."""
     detector: list[dict[str, Any]] = []
     """`[[detector]]`: what clients look for before they train, to notice a malicious server."""
-    threat: ThreatTable = ThreatTable()
+    threat: tables.ThreatTable = tables.ThreatTable()
     """What the attacker sees and is told, and which updates it keeps."""
     attack: list[dict[str, Any]] = [{"kind": "auto"}]
     """`[[attack]]`: what the attacker does with each update, besides what is on in every run.
@@ -89,21 +60,21 @@ class Experiment(Table):
     Left out: the strongest that the setting admits, and `membership` too where clients step with
     Adam or AdamW, after which little can be read; `attack = []`: nothing more.
     """
-    privacy: PrivacyTable = PrivacyTable()
+    privacy: tables.PrivacyTable = tables.PrivacyTable()
     """How the privacy ledger counts."""
-    canary: CanaryTable | None = None
+    canary: tables.CanaryTable | None = None
     """Canaries that measure privacy; left out: none."""
-    published: PublishedTable | None = None
+    published: tables.PublishedTable | None = None
     """Secrets that are planted to audit what the published models give away; left out: none."""
-    utility: UtilityTable = UtilityTable()
+    utility: tables.UtilityTable = tables.UtilityTable()
     """When the global model is scored on held-out data."""
-    workers: WorkersTable = WorkersTable()
+    workers: tables.WorkersTable = tables.WorkersTable()
     """Where attacks run."""
-    audit: AuditTable = AuditTable()
+    audit: tables.AuditTable = tables.AuditTable()
     """How answers are scored, and how long captures stay."""
-    gate: GateTable = GateTable()
+    gate: tables.GateTable = tables.GateTable()
     """Limits that `fedleak gate` compares the run with."""
-    tapped: TappedTable | None = None
+    tapped: tables.TappedTable | None = None
     """What another app trained; left out: fedleak trains."""
 
     @model_validator(mode="before")
@@ -129,9 +100,11 @@ class Experiment(Table):
 
         With `threat.ladder` there is one for each rung.
         """
-        built = [build_attack(i, table) for i, table in enumerate(self.attack)]
+        built = [components.build_attack(i, table) for i, table in enumerate(self.attack)]
         listed = {named.attack.kind for named in built}
-        built[:0] = [build_attack(0, {"kind": kind}) for kind in always_on() if kind not in listed]
+        built[:0] = [
+            components.build_attack(0, {"kind": kind}) for kind in always_on() if kind not in listed
+        ]
         names = [named.name for named in built]
         for name in names:
             if names.count(name) > 1:
@@ -140,7 +113,7 @@ class Experiment(Table):
                 )
         if self.threat.ladder:
             facts = GRANTABLE - self.absent_facts.keys()
-            return tuple(rung for named in built for rung in on_each_rung(named, facts))
+            return tuple(rung for named in built for rung in components.on_each_rung(named, facts))
         granted = self.threat_model.knows
         return tuple(
             replace(named, threat=ThreatModel(granted | named.threat.knows)) for named in built
@@ -149,25 +122,19 @@ class Experiment(Table):
     @cached_property
     def defenses(self) -> tuple[Placed[Defense], ...]:
         """The defenses, built, in the order in which a client applies them."""
-        count = self.federation.clients
-        return tuple(
-            build_placed("defense", defenses, i, table, count)
-            for i, table in enumerate(self.defense)
-        )
+        return components.build_placed("defense", defenses, self.defense, self.federation.clients)
 
     @cached_property
     def detectors(self) -> tuple[Placed[Detector], ...]:
         """The detectors, built, in the order of the file."""
-        count = self.federation.clients
-        return tuple(
-            build_placed("detector", detectors, i, table, count)
-            for i, table in enumerate(self.detector)
+        return components.build_placed(
+            "detector", detectors, self.detector, self.federation.clients
         )
 
     @cached_property
     def server_built(self) -> Server:
         """What the server does to the model that it sends, and when."""
-        return build_server(self.server)
+        return components.build_server(self.server)
 
     def mode_in(self, round: int) -> ServerMode | None:
         """Returns what a malicious server does in a round; None: it is honest then."""
@@ -200,14 +167,14 @@ class Experiment(Table):
         if self.data.samples is None:
             data["samples"] = None
         else:
-            once_left_out = {"samples": SAMPLES, "held_out": HELD_OUT}
+            once_left_out = {"samples": tables.SAMPLES, "held_out": tables.HELD_OUT}
             for key in [key for key, size in once_left_out.items() if data.get(key) == size]:
                 del data[key]
         if self.sees != self.possible_sights[0]:
             table["sees"] = self.sees
         if not self.server_built.malicious:
             table.pop("server", None)
-        return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()[:16]
+        return digest(table)[:16]
 
     @property
     def aggregator(self) -> TrustedAggregator | None:
@@ -227,14 +194,14 @@ class Experiment(Table):
 
     def defenses_of(self, client: int) -> dict[int, Defense]:
         """Returns the defenses that a client uses, in their order, by their place in the file."""
-        used = used_by(client, self.defenses)
+        used = components.used_by(client, self.defenses)
         # What stands between clients and server comes after all that clients do.
         last = {n: defense for n, defense in used.items() if isinstance(defense, TrustedAggregator)}
         return {n: defense for n, defense in used.items() if n not in last} | last
 
     def detectors_of(self, client: int) -> dict[int, Detector]:
         """Returns the detectors that a client uses, by their place in the file."""
-        return used_by(client, self.detectors)
+        return components.used_by(client, self.detectors)
 
     def carries_canaries(self, client: int) -> bool:
         """Whether a client takes in canaries."""
@@ -284,24 +251,9 @@ class Experiment(Table):
         lora = None
         if adapters is not None:
             targets = adapters.targets
-            lora = Lora(
-                adapters.rank,
-                adapters.alpha,
-                tuple(targets) if isinstance(targets, list) else targets,
-                adapters.dropout,
-                adapters.rslora,
-                adapters.dora,
-            )
-        return ModelSpec(
-            name=table.name,
-            tokenizer=table.tokenizer,
-            task=table.task,
-            num_labels=num_labels,
-            seed=self.seed,
-            loss=table.loss,
-            lora=lora,
-            response_template=table.response_template,
-        )
+            names = tuple(targets) if isinstance(targets, list) else targets
+            lora = Lora(**{**dict(adapters), "targets": names})
+        return ModelSpec(**{**dict(table), "lora": lora}, num_labels=num_labels, seed=self.seed)
 
     @property
     def local_training(self) -> LocalTraining:

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import Field, JsonValue, ValidationError
+from pydantic import Field, JsonValue
 
 from fedleak.config.tables import Table
-from fedleak.config.wording import one_line
+from fedleak.config.wording import checked
 from fedleak.util.errors import ConfigError
 from fedleak.util.nested import flat, mapped
 
@@ -68,10 +68,7 @@ def checked_families(tables: Any) -> list[FamilyTable]:
     families = []
     for number, table in enumerate(tables):
         where = f"sweep.family[{number}]"
-        try:
-            family = FamilyTable.model_validate(table)
-        except ValidationError as error:
-            raise ConfigError(f"{where}: {one_line(error, FamilyTable)}") from error
+        family = checked(FamilyTable, table, f"{where}: ")
         if (family.name == UNDEFENDED) != (not family.set):
             raise ConfigError(f"{where}: the family {UNDEFENDED!r}, and no other, sets nothing")
         if (family.strengths is not None) != (_filled(family.set, None) != family.set):

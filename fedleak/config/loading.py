@@ -8,19 +8,20 @@ import copy
 import json
 import os
 import tomllib
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from fedleak.config.experiment import Experiment
 from fedleak.config.tables import GateTable, WorkersTable
-from fedleak.config.wording import one_line
+from fedleak.config.wording import checked
 from fedleak.models import CAUSAL_LM
 from fedleak.util.errors import ConfigError
+from fedleak.util.lists import grouped
 from fedleak.util.nested import mapped
 from fedleak.util.plain_files import settings_text
 
@@ -115,10 +116,7 @@ def parse(table: Mapping[str, Any]) -> Experiment:
     Raises:
         ConfigError: The first thing that is not right.
     """
-    try:
-        experiment = Experiment.model_validate(copy.deepcopy(dict(table)))
-    except ValidationError as error:
-        raise ConfigError(one_line(error, Experiment)) from error
+    experiment = checked(Experiment, copy.deepcopy(dict(table)))
     # Building them is what checks their settings.
     _ = experiment.attacks, experiment.defenses, experiment.detectors, experiment.server_built
     _check_workers(experiment.workers)
@@ -193,22 +191,16 @@ def limited(gate: GateTable, changes: Sequence[str]) -> GateTable:
         if not change.startswith("gate."):
             raise ConfigError(f"--set {change!r}: only gate can change here")
         override_(tables, change)
-    try:
-        return _Limits.model_validate(tables).gate
-    except ValidationError as error:
-        raise ConfigError(one_line(error, _Limits)) from error
+    return checked(_Limits, tables).gate
 
 
 def _check_exclusive(experiment: Experiment) -> None:
     for client in experiment.unlike_clients:
-        kinds = defaultdict(list)
-        for defense in experiment.defenses_of(client).values():
-            kinds[defense.exclusive].append(defense.kind)
-        for reason, rivals in kinds.items():
+        used = experiment.defenses_of(client).values()
+        for reason, rivals in grouped(used, lambda defense: defense.exclusive).items():
             if reason is not None and len(rivals) > 1:
-                raise ConfigError(
-                    f"defense: client {client} has {' and '.join(rivals)}: {reason}: keep one"
-                )
+                kinds = " and ".join(rival.kind for rival in rivals)
+                raise ConfigError(f"defense: client {client} has {kinds}: {reason}: keep one")
 
 
 def _check_sight(experiment: Experiment) -> None:
@@ -230,9 +222,11 @@ def _check_sight(experiment: Experiment) -> None:
 
 def _check_rounds(experiment: Experiment) -> None:
     last, utility = experiment.federation.rounds, experiment.utility.rounds
-    chosen = {"threat.rounds": experiment.threat.rounds or []}
-    chosen["utility.rounds"] = [] if utility == "all" else utility
-    chosen["server.rounds"] = [*(experiment.server_built.rounds or ())]
+    chosen = {
+        "threat.rounds": experiment.threat.rounds or (),
+        "utility.rounds": () if utility == "all" else utility,
+        "server.rounds": experiment.server_built.rounds or (),
+    }
     for key, rounds in chosen.items():
         if beyond := [round for round in rounds if round > last]:
             raise ConfigError(
@@ -242,6 +236,14 @@ def _check_rounds(experiment: Experiment) -> None:
 
 def _check_clients(experiment: Experiment) -> None:
     clients, last = experiment.threat.clients, experiment.federation.clients - 1
+    if (tapped := experiment.tapped) is not None:
+        rounds, highest = len(tapped.clients), max(chain.from_iterable(tapped.clients), default=0)
+        if rounds != experiment.federation.rounds or highest > last:
+            raise ConfigError(
+                f"tapped.clients has {rounds} rounds and the client {highest}, but federation has "
+                f"{experiment.federation.rounds} rounds and clients up to {last}: `fedleak import` "
+                "writes it anew"
+            )
     if clients is None:
         return
     if beyond := [client for client in clients if client > last]:

@@ -67,11 +67,10 @@ def read_whole(experiment: Experiment, model: LanguageModel) -> list[str]:
 
 def _parameters_read(experiment: Experiment, setting: AttackSetting) -> dict[str, frozenset[str]]:
     """Returns what each attack reads, by its name: nothing where it cannot work."""
-    parameters_by_attack: dict[str, frozenset[str]] = {}
-    for named in experiment.attacks:
-        [known] = grant([setting], named.threat)
-        admissible = named.attack.obstacle(known) is None
-        parameters_by_attack[named.name] = (
-            read_by(named.attack, known) if admissible else frozenset()
-        )
-    return parameters_by_attack
+    return {
+        named.name: read_by(named.attack, known)
+        if named.attack.obstacle(known) is None
+        else frozenset()
+        for named in experiment.attacks
+        for known in grant([setting], named.threat)
+    }

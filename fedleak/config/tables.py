@@ -223,16 +223,12 @@ class FederationTable(Table):
     """Concentration of the Dirichlet distribution: the smaller, the more uneven."""
 
     @model_validator(mode="after")
-    def _enough_clients(self) -> "FederationTable":
+    def _possible(self) -> "FederationTable":
         if self.clients_per_round is not None and self.clients_per_round > self.clients:
             raise ValueError(
                 f"clients_per_round = {self.clients_per_round} is more than "
                 f"clients = {self.clients}: lower it"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _one_server_learning_rate(self) -> "FederationTable":
         needed = self.server_optimiser == "adam" and self.algorithm == "fedavg"
         if needed and self.server_learning_rate is None:
             raise ValueError(
@@ -245,10 +241,6 @@ class FederationTable(Table):
                 f"server_optimiser = 'adam', and here are {self.algorithm} and "
                 f"{self.server_optimiser!r}: leave it out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _not_too_many_updates(self) -> "FederationTable":
         a_round = self.clients_per_round or self.clients
         if self.rounds * a_round > MOST_UPDATES:
             raise ValueError(
@@ -305,10 +297,6 @@ class ThreatTable(Table):
         for fact in self.knows:
             if fact not in GRANTABLE:
                 raise ValueError(unknown("fact", fact, GRANTABLE))
-        return self
-
-    @model_validator(mode="after")
-    def _ladder_alone(self) -> "ThreatTable":
         if self.ladder and self.knows:
             raise ValueError(
                 f"ladder = true grants each fact in turn, and knows = {self.knows} would grant "

@@ -1,11 +1,13 @@
 """What is wrong with an experiment file, said in one line."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from fedleak.util.errors import unknown
+from fedleak.util.errors import ConfigError, unknown
+
+M = TypeVar("M", bound=BaseModel)
 
 
 def difference(old: Any, new: Any, prefix: str = "") -> list[str]:
@@ -16,6 +18,23 @@ def difference(old: Any, new: Any, prefix: str = "") -> list[str]:
             lines += difference(old.get(key), new.get(key), f"{prefix}{key}.")
         return lines
     return [] if old == new else [f"{prefix.removesuffix('.')}: {old!r} -> {new!r}"]
+
+
+def checked(model: type[M], table: Any, where: str = "") -> M:
+    """Returns a table of a file as a value.
+
+    Args:
+        model: What it has to be.
+        table: What the file says.
+        where: Stands before the key in a refusal.
+
+    Raises:
+        ConfigError: The first thing that is not right.
+    """
+    try:
+        return model.model_validate(table)
+    except ValidationError as error:
+        raise ConfigError(f"{where}{one_line(error, model)}") from error
 
 
 def one_line(error: ValidationError, model: type[BaseModel] | None) -> str:

@@ -59,6 +59,12 @@ def stored(run: Run) -> Experiment:
             f"{experiment.fingerprint}, not {info['fingerprint']}): undo that, or run the changed "
             "experiment under another name"
         )
+    sizes, clients = info.get("node_examples"), experiment.federation.clients
+    if sizes is not None and len(sizes) != clients:
+        raise FedleakError(
+            f"{file}: node_examples has {len(sizes)} clients, and the experiment {clients}: "
+            "restore it from a copy"
+        )
     return experiment
 
 

@@ -1,7 +1,7 @@
 """What one client does for its privacy: its defenses, with all noise worked out."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from fedleak.training import privacy
 from fedleak.training.observation import ClientUpdate
 from fedleak.training.privacy import Event
 from fedleak.training.settings import LocalTraining
-from fedleak.util.errors import ConfigError, FedleakError
+from fedleak.util.errors import ConfigError, FedleakError, about
 
 
 @dataclass(frozen=True)
@@ -95,14 +95,17 @@ def aggregator_of(experiment: Experiment) -> TrustedAggregator | None:
     """
     if (aggregator := experiment.aggregator) is None:
         return None
-    most = max(rounds_of_clients(experiment), key=len)
-    table = experiment.privacy
-    budget = Budget(
-        delta=table.delta, accountant=table.accountant, num_examples=1, rounds=most or [1]
-    )
+    budget = _budget(experiment, 1, max(rounds_of_clients(experiment), key=len))
     solved = aggregator.solved(experiment.local_training, budget)
     assert isinstance(solved, TrustedAggregator)
     return solved
+
+
+def _budget(experiment: Experiment, num_examples: int, rounds: Sequence[int]) -> Budget:
+    """Returns what may be spent; who never takes part spends nothing, and has that of one round."""
+    return Budget(
+        **experiment.privacy.model_dump(), num_examples=num_examples, rounds=rounds or [1]
+    )
 
 
 def protection(experiment: Experiment, client: int, num_examples: int) -> Protection:
@@ -115,20 +118,12 @@ def protection(experiment: Experiment, client: int, num_examples: int) -> Protec
     rounds = rounds_of_clients(experiment)[client]
     table, local = experiment.privacy, experiment.local_training
     local = replace(local, batch_size=min(local.batch_size, num_examples))
-    # A client that never takes part spends nothing; it gets the noise of one round.
-    budget = Budget(
-        delta=table.delta,
-        accountant=table.accountant,
-        num_examples=num_examples,
-        rounds=rounds or [1],
-    )
+    budget = _budget(experiment, num_examples, rounds)
     solved = {}
     for number, defense in experiment.defenses_of(client).items():
-        try:
+        with about(f"defense[{number}] ({defense.kind})"):
             of_all = aggregator_of(experiment) if isinstance(defense, TrustedAggregator) else None
             solved[number] = of_all or defense.solved(local, budget)
-        except ConfigError as error:
-            raise ConfigError(f"defense[{number}] ({defense.kind}): {error}") from error
     for defense in solved.values():
         local = defense.training(local)
     client_protection = Protection(local, solved, num_examples)

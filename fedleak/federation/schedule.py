@@ -1,11 +1,12 @@
 """Who trains in which round, and which captures the server makes of it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from fedleak.config.experiment import Experiment
 from fedleak.store.run import EVERYONE, Key
 from fedleak.training.batches import round_clients
+from fedleak.util.lists import first_of
 from fedleak.util.rng import stream
 
 MOST_NAMED = 12
@@ -25,32 +26,12 @@ def clients_of_round(experiment: Experiment, round: int) -> list[int]:
     )
 
 
+@lru_cache(maxsize=4)
 def rounds_of_clients(experiment: Experiment) -> Sequence[Sequence[int]]:
     """Returns for each client the rounds in which it trains."""
-    table = experiment.federation
-    if experiment.tapped is not None:
-        rounds = list(enumerate(experiment.tapped.clients, 1))
-        return [
-            [round for round, of_round in rounds if client in of_round]
-            for client in range(table.clients)
-        ]
-    return _rounds_of_clients(
-        table.clients,
-        experiment.clients_per_round,
-        table.rounds,
-        experiment.seed,
-        table.participation == "cyclic",
-    )
-
-
-@lru_cache(maxsize=4)
-def _rounds_of_clients(
-    clients: int, per_round: int, rounds: int, seed: int, cyclic: bool
-) -> Sequence[Sequence[int]]:
-    rounds_by_client: list[list[int]] = [[] for _ in range(clients)]
-    for round in range(1, rounds + 1):
-        for client in round_clients(clients, per_round, seed=seed, round=round, cyclic=cyclic):
-            rounds_by_client[client].append(round)
+    rounds_by_client: list[list[int]] = [[] for _ in range(experiment.federation.clients)]
+    for round, client in updates(experiment):
+        rounds_by_client[client].append(round)
     return rounds_by_client
 
 
@@ -101,9 +82,9 @@ def malicious_server(experiment: Experiment) -> str | None:
         return None
     rounds = [r for r in range(1, table.rounds + 1) if server.mode_in(r) is not None]
     targets = {round: target(experiment, round) for round in rounds}
-    when = "every round" if len(rounds) == table.rounds else f"round {_first(map(str, rounds))}"
+    when = "every round" if len(rounds) == table.rounds else f"round {first_of(rounds, MOST_NAMED)}"
     named = [f"{client} in round {r}" for r, client in targets.items() if client is not None]
-    whom = f"; its targets: client {_first(named)}" if named else ""
+    whom = f"; its targets: client {first_of(named, MOST_NAMED)}" if named else ""
     if experiment.tapped is not None:
         return f"in {when} the server ({server.mode.kind}) {server.mode.changes()}, says its user"
     after = (
@@ -114,13 +95,6 @@ def malicious_server(experiment: Experiment) -> str | None:
     return f"in {when} the server ({server.mode.kind}) {server.mode.changes()}{whom}; {after}"
 
 
-def _first(words: Iterable[str]) -> str:
-    """Returns the first words of many."""
-    every = list(words)
-    more = f" and {len(every) - MOST_NAMED} more" if len(every) > MOST_NAMED else ""
-    return ", ".join(every[:MOST_NAMED]) + more
-
-
 def captures_made(experiment: Experiment) -> list[Key]:
     """Returns the captures that a run makes, kept or not."""
     rounds = range(1, experiment.federation.rounds + 1)
@@ -128,6 +102,11 @@ def captures_made(experiment: Experiment) -> list[Key]:
         # Of a round of another app the sum is not always to be had.
         trained = [round for round in rounds if clients_of_round(experiment, round)]
         return [key_of_sum(experiment, round) for round in trained]
-    return [
-        Key(round, client) for round in rounds for client in clients_of_round(experiment, round)
-    ]
+    return list(updates(experiment))
+
+
+def updates(experiment: Experiment) -> Iterator[Key]:
+    """Yields the update of each client, round by round, whether it is captured or not."""
+    for round in range(1, experiment.federation.rounds + 1):
+        for client in clients_of_round(experiment, round):
+            yield Key(round, client)

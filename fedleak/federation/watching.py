@@ -49,10 +49,8 @@ class Watched:
             {
                 "detector": detector.kind,
                 "action": detector.action,
-                "statistic": finding.statistic,
-                "limit": finding.limit,
                 "alarm": finding.alarm,
-                "sentence": finding.sentence,
+                **vars(finding),
             }
             for detector, finding in self.findings
         ]

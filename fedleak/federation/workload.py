@@ -19,7 +19,7 @@ MOST_CANDIDATES = 10_000
 """Texts that an attack on membership can be asked about: an answer has some numbers for each."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Workload:
     """An experiment's data, tokenised and divided.
 
@@ -49,18 +49,10 @@ def read_data(experiment: Experiment) -> data.Split:
         )
     table = experiment.data
     split = data.read_split(
-        table.name,
-        split=table.split,
-        text=table.text,
-        label=table.label,
-        samples=table.samples,
-        held_out=table.held_out,
+        **table.model_dump(exclude={"max_length", "on_nodes"}),
         seed=experiment.seed,
         # Nobody uses the classes of texts that a causal model is trained on.
         classes=experiment.model.task == CLASSIFICATION,
-        drop_empty=table.drop_empty,
-        encoding=table.encoding,
-        delimiter=table.delimiter,
     )
     if experiment.model.task == CLASSIFICATION and len(split.train.label_names) < 2:
         raise ConfigError(
@@ -81,25 +73,13 @@ def own_workload(
         ConfigError: A file that cannot be read, or a text that is too long.
     """
     table = experiment.data
-    corpus = data.read_own(
-        path,
-        text=table.text,
-        label=table.label,
-        classes=classes if experiment.model.task == CLASSIFICATION else None,
-        drop_empty=table.drop_empty,
-        encoding=table.encoding,
-        delimiter=table.delimiter,
-    )
+    form = {"text", "label", "drop_empty", "encoding", "delimiter"}
+    used = classes if experiment.model.task == CLASSIFICATION else None
+    corpus = data.read_own(path, **table.model_dump(include=form), classes=used)
     sequences = _tokenised(corpus.texts, model, table.max_length)
     parts: list[list[int]] = [[] for _ in range(experiment.federation.clients)]
     parts[client] = list(range(len(sequences)))
-    return Workload(
-        sequences=sequences,
-        labels=corpus.labels,
-        parts=parts,
-        held_out=[],
-        held_out_labels=(),
-    )
+    return Workload(sequences, corpus.labels, parts, [], ())
 
 
 def candidates(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 from fedleak.attacks.reconstruction import Status
 from fedleak.audit import central_baseline, defense_checks, positive_control, scoring
@@ -15,23 +16,15 @@ from fedleak.federation.schedule import expected_captures
 from fedleak.federation.workload import outline
 from fedleak.running import forecast
 from fedleak.running.dispatch.agenda import groups, part_of
-from fedleak.running.dispatch.dispatcher import attack_captures, attacking
+from fedleak.running.dispatch.dispatcher import ALONE, Crew, attack_captures, attacking
 from fedleak.running.dispatch.progress import RunProgress
 from fedleak.running.dispatch.retention import Retention
 from fedleak.running.preparation import refuse_another
-from fedleak.running.workers.process import Worker, failure, trace
+from fedleak.running.workers.process import failure, trace
+from fedleak.store import shards
 from fedleak.store.records import PUBLISHED
 from fedleak.store.run import Run
-from fedleak.store.shards import (
-    Shard,
-    Share,
-    answers_for,
-    drop_failures,
-    locked,
-    read_answers,
-    readable_answers,
-    share,
-)
+from fedleak.store.shards import Shard
 from fedleak.store.summaries import SUMMARY
 from fedleak.util.errors import FedleakError, StoppedError
 
@@ -57,7 +50,7 @@ def finished(run: Run, experiment: Experiment) -> bool:
     }
     try:
         summary = run.read_document(SUMMARY)
-        answers = read_answers(run)
+        answers = shards.read_answers(run)
     except FedleakError:  # missing or damaged: running mends what it can
         return False
     # `fedleak score` during the run leaves scores of a part of it.
@@ -73,12 +66,10 @@ def carry_out(
     run: Run,
     experiment: Experiment,
     train: Engine,
-    report: Callable[[RunProgress], None] = lambda progress: None,
-    on: Sequence[Worker] | None = None,
+    crew: Crew = ALONE,
     *,
     control: bool = False,
     findings: Sequence[Finding] | None = None,
-    enough: Callable[[], bool] = lambda: False,
 ) -> list[Scored]:
     """Trains, attacks and scores, as far as the run directory lacks that.
 
@@ -86,16 +77,12 @@ def carry_out(
         run: The run directory.
         experiment: What was prepared there.
         train: The engine, which the library does not know: `fedleak.flower.engines.train`.
-        report: Is told how far the run is.
-        on: Workers for the attacks; None: as many as the experiment asks for, for this run only.
+        crew: Attacks; what was read until it is enough is scored.
         control: Attack undefended copies, too; they are in any case where limits need them.
         findings: Of the check of its defenses; None: it is made first.
-        enough: Is asked now and then whether to end as it is, and score what was read until then.
     """
     with run.lock():
-        around = under_way(
-            run, experiment, report, on, control=control, findings=findings, enough=enough
-        )
+        around = under_way(run, experiment, crew, control=control, findings=findings)
         with suppress(StoppedError), around as stop:
             train(run, experiment, stop)
         return scoring.score_run(run)
@@ -105,12 +92,10 @@ def carry_out(
 def under_way(
     run: Run,
     experiment: Experiment,
-    report: Callable[[RunProgress], None] = lambda progress: None,
-    on: Sequence[Worker] | None = None,
+    crew: Crew = ALONE,
     *,
     control: bool = False,
     findings: Sequence[Finding] | None = None,
-    enough: Callable[[], bool] = lambda: False,
 ) -> Iterator[Callable[[], bool]]:
     """Does all that is around training: checks of defenses, attacks, the central reference.
 
@@ -122,11 +107,11 @@ def under_way(
     """
     with noting_status(run):
         defense_checks.refuse_broken(run, experiment, findings)
-        with attacking(run, experiment, report, on, enough) as stop:
+        with attacking(run, experiment, crew) as stop:
             yield stop
         if control or wants_control(experiment):
-            attack_copies(run, experiment, report, on, enough)
-        if enough():
+            attack_copies(run, experiment, crew)
+        if crew.enough():
             return
         published.audit_models(run, experiment)
         if _wants_reference(run, experiment):
@@ -139,13 +124,7 @@ def wants_control(experiment: Experiment) -> bool:
     return experiment.gate.limits_leaks and not positive_control.is_undefended(experiment)
 
 
-def attack_copies(
-    run: Run,
-    experiment: Experiment,
-    report: Callable[[RunProgress], None] = lambda progress: None,
-    on: Sequence[Worker] | None = None,
-    enough: Callable[[], bool] = lambda: False,
-) -> None:
+def attack_copies(run: Run, experiment: Experiment, crew: Crew) -> None:
     """Makes the undefended copies of a run and attacks them, as far as that is not done yet.
 
     Nothing is done where no batch is here, as on a server whose nodes keep their vaults. Whoever
@@ -154,22 +133,14 @@ def attack_copies(
     Args:
         run: The run directory.
         experiment: What was prepared there, with the attacks to be tried.
-        report: Is told how far it is.
-        on: Workers for the attacks; None: as many as the experiment asks for.
-        enough: Is asked now and then whether to end as it is.
+        crew: Attacks.
     """
     if (copies := positive_control.make_copies(run, experiment)) is not None:
         control = positive_control.control_of(run)
+        telling = replace(crew, report=lambda progress: crew.report(_of_copies(progress)))
         with control.lock():
-            attack_captures(
-                control,
-                copies,
-                no_more=lambda: True,
-                stop=enough,
-                report=lambda progress: report(_of_copies(progress)),
-                on=on,
-            )
-        if not enough():
+            attack_captures(control, copies, telling, no_more=lambda: True)
+        if not crew.enough():
             control.update_info(status="finished")
 
 
@@ -186,31 +157,27 @@ def _of_copies(progress: RunProgress) -> RunProgress:
 def attack_again(
     run: Run,
     experiment: Experiment,
+    crew: Crew = ALONE,
     *,
     retry: bool = False,
     control: bool = False,
-    report: Callable[[RunProgress], None] = lambda progress: None,
-    on: Sequence[Worker] | None = None,
-    enough: Callable[[], bool] = lambda: False,
 ) -> list[Scored]:
     """Attacks the captures that are here, also with other attacks, and scores what those read.
 
     Args:
         run: The run directory.
         experiment: What was prepared there, with the attacks to be tried.
+        crew: Attacks; what was read until it is enough is scored.
         retry: Try again what failed.
         control: Attack undefended copies, too; they are in any case where limits need them.
-        report: Is told how far it is.
-        on: Workers for the attacks; None: as many as the experiment asks for.
-        enough: Is asked now and then whether to end as it is, and score what was read until then.
     """
     with run.lock():
         if retry:
-            drop_failures(run)
-            drop_failures(positive_control.control_of(run))
-        attack_captures(run, experiment, no_more=lambda: True, stop=enough, report=report, on=on)
+            shards.drop_failures(run)
+            shards.drop_failures(positive_control.control_of(run))
+        attack_captures(run, experiment, crew, no_more=lambda: True)
         if control or wants_control(experiment):
-            attack_copies(run, experiment, report, on, enough)
+            attack_copies(run, experiment, crew)
         return scoring.score_run(run, [named_attack.name for named_attack in experiment.attacks])
 
 
@@ -232,13 +199,7 @@ def noting_status(run: Run) -> Iterator[None]:
 
 
 def attack_shard(
-    run: Run,
-    experiment: Experiment,
-    shard: Shard,
-    *,
-    retry: bool = False,
-    report: Callable[[RunProgress], None] = lambda progress: None,
-    on: Sequence[Worker] | None = None,
+    run: Run, experiment: Experiment, shard: Shard, crew: Crew = ALONE, *, retry: bool = False
 ) -> str:
     """Does one share of a run's attacks, beside others on other machines; nothing is scored.
 
@@ -246,9 +207,8 @@ def attack_shard(
         run: The run directory.
         experiment: What was prepared there.
         shard: Which share.
+        crew: Attacks.
         retry: Try again what failed.
-        report: Is told how far it is.
-        on: Workers for the attacks; None: as many as the experiment asks for.
 
     Returns:
         A line for the user, once the share is complete.
@@ -257,12 +217,12 @@ def attack_shard(
         FedleakError: Answers failed or captures are missing, so that it is not complete.
     """
     names = tuple(named_attack.name for named_attack in experiment.attacks)
-    document = share(shard)
-    with locked(run, shard):
-        run.write(document, Share(attacks=names, complete=False))
+    document = shards.share(shard)
+    with shards.locked(run, shard):
+        run.write(document, shards.Share(attacks=names, complete=False))
         if retry:
-            drop_failures(run, shard)
-        attack_captures(run, experiment, no_more=lambda: True, report=report, on=on, shard=shard)
+            shards.drop_failures(run, shard)
+        attack_captures(run, experiment, crew, no_more=lambda: True, shard=shard)
         work = part_of(
             groups(experiment.attacks, expected_captures(experiment), experiment.workers.at_once),
             shard,
@@ -270,12 +230,14 @@ def attack_shard(
         gone = absent(run)
         wanted = {(key, task.attack.name) for task in work for key in task.keys if key not in gone}
         status = {
-            answer.id: answer.status for answer in answers_for(run, shard) if answer.id in wanted
+            answer.id: answer.status
+            for answer in shards.answers_for(run, shard)
+            if answer.id in wanted
         }
         failed = sum(outcome == Status.FAILED for outcome in status.values())
-        run.write(document, Share(attacks=names, complete=len(status) == len(wanted)))
+        run.write(document, shards.Share(attacks=names, complete=len(status) == len(wanted)))
         # The last shard sees the answers of all.
-        Retention(run, experiment).answered(readable_answers(run))
+        Retention(run, experiment).answered(shards.readable_answers(run))
         deleted = {key for key, _ in wanted - status.keys()} & run.captures.deleted()
     summary = f"shard {shard}: {len(status)} of {len(wanted)} answers are there"
     if deleted:

@@ -43,6 +43,7 @@ from fedleak.store.run import Run
 from fedleak.store.summaries import SWEEP
 from fedleak.util import logs
 from fedleak.util.errors import ConfigError, FedleakError
+from fedleak.util.lists import first_of
 from fedleak.util.sanitise import printable
 from fedleak.util.versions import made_by, versions
 
@@ -61,22 +62,26 @@ _LONGEST = 300
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """An experiment that can work, and what its run directory starts with."""
+    """An experiment that can work, and what its run directory starts with.
+
+    Attributes:
+        candidates: By their place in the run directory, lists that attacks on membership are asked
+            about.
+        classes: Names of the classes, for nodes with data of their own.
+        remarks: What may not be meant, for the user to read.
+        sizes: How many examples each client has; none: that is for the nodes to say.
+        disk: Bytes of all captures and models.
+    """
 
     experiment: Experiment
     num_labels: int
     examples: Examples
     held_out: Mapping[str, Any]
     candidates: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """By their place in the run directory, lists that attacks on membership are asked about."""
     classes: tuple[str, ...] = ()
-    """Names of the classes, for nodes with data of their own."""
     remarks: tuple[str, ...] = ()
-    """What may not be meant, for the user to read."""
     sizes: tuple[int, ...] = ()
-    """How many examples each client has; none: that is for the nodes to say."""
     disk: int = 0
-    """Bytes of all captures and models."""
 
 
 def prepare(experiment: Experiment, path: Path, *, fresh: bool = False) -> Run:
@@ -351,9 +356,8 @@ def _refuse_leftovers(path: Path) -> None:
         )
     # A run that was killed before its run.json was written has left no more than a log.
     if there := sorted({child.name for child in path.glob("[!.]*")} - {logs.LOG}):
-        more = f" and {len(there) - 3} more" if len(there) > 3 else ""
         raise ConfigError(
-            f"{str(path)!r} is not empty ({', '.join(there[:3])}{more}) and has no run.json: give "
+            f"{str(path)!r} is not empty ({first_of(there, most=3)}) and has no run.json: give "
             "this run another name, delete the folder, or --fresh to move it aside"
         )
 

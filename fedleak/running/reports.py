@@ -46,7 +46,9 @@ def report_run(run: Run, out: Path | None = None, *, redact: bool = False) -> Pa
     run.info()  # refuses a folder that is no run
     with run.lock():
         content = render(run_page(run, scoring.score_run(run), redact=redact))
-    return _written(content, out or run.path / _name(redact))
+    file = out or run.path / (REDACTED if redact else NAME)
+    replace(file, content)
+    return file
 
 
 def write_annex(run: Run, out: Path) -> None:
@@ -98,7 +100,7 @@ def report_sweep(
         FedleakError: A file is missing or damaged, or a report cannot be written.
     """
     collected = Run(path).read_document(SWEEP)
-    file = out or path / _name(redact)
+    file = out or path / (REDACTED if redact else NAME)
     reports, gaps, without = {}, [], []
     for cell in collected.cells:
         if Path(cell.cell).name != cell.cell or cell.cell in ("", ".", ".."):
@@ -123,13 +125,5 @@ def report_sweep(
             f"{len(without)} of {len(collected.cells)} cells have no report "
             f"({'; '.join(without)}): `fedleak sweep` with the experiment's file runs them"
         )
-    return _written(render(sweep_page(collected, reports, redact=redact)), file), gaps
-
-
-def _name(redact: bool) -> str:
-    return REDACTED if redact else NAME
-
-
-def _written(content: bytes, path: Path) -> Path:
-    replace(path, content)
-    return path
+    replace(file, render(sweep_page(collected, reports, redact=redact)))
+    return file, gaps

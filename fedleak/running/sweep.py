@@ -13,15 +13,13 @@ once, each in a process of its own.
 """
 
 import copy
-import hashlib
 import itertools
-import json
 import logging
 import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -34,6 +32,7 @@ from fedleak.config.tables import WorkersTable
 from fedleak.federation.lookup import run_folder
 from fedleak.report.words import in_words
 from fedleak.running import pipeline, preparation
+from fedleak.running.dispatch.dispatcher import Crew
 from fedleak.running.dispatch.progress import RunProgress
 from fedleak.running.pipeline import Engine
 from fedleak.running.preparation import Plan
@@ -43,7 +42,8 @@ from fedleak.store.run import Run
 from fedleak.store.shards import Shard, locked
 from fedleak.store.summaries import SUMMARY, SWEEP, CellSummary, SweepSummary
 from fedleak.util import processes
-from fedleak.util.errors import ConfigError, FedleakError
+from fedleak.util.errors import ConfigError, FedleakError, about
+from fedleak.util.nested import digest, flat
 
 _log = logging.getLogger(__name__)
 
@@ -126,12 +126,24 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Sweep:
             'such as "federation.batch_size" = [1, 2, 4]'
         )
     grid = table.pop("sweep")
-    design, listed = _special(grid, "design", "all"), _special(grid, FAMILY, None)
+    special = ("design", FAMILY)
+    given = {key: grid.pop(key) for key in special if key in grid} if isinstance(grid, dict) else {}
+    if not isinstance(grid, dict) or not (grid or FAMILY in given):
+        raise ConfigError(
+            f"sweep = {grid!r}: list the values of a key, such as "
+            '"federation.batch_size" = [1, 2, 4] below [sweep]'
+        )
+    design = given.get("design", "all")
     if design not in DESIGNS:
         raise ConfigError(f"sweep.design = {design!r}: choose from {', '.join(DESIGNS)}")
-    defense_families = [] if listed is None else families.checked_families(listed)
+    defense_families = families.checked_families(given[FAMILY]) if FAMILY in given else []
     settings = families.settings(defense_families)
-    axes = _axes(grid, given=bool(defense_families))
+    axes = dict(flat(grid))
+    for key, values in axes.items():
+        if not isinstance(values, list) or not values:
+            raise ConfigError(f"sweep.{key} = {values!r}: list the values to run, at least one")
+    if "name" in axes:
+        raise ConfigError("sweep.name: the name is that of the whole sweep: sweep other keys")
     if defense_families:
         axes[FAMILY] = [setting.value for setting in settings]
     for override in overrides:
@@ -150,7 +162,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Sweep:
         name = cell_name(values)
         if name in cells:
             raise ConfigError(f"sweep: two cells are called {name!r}: list each value once")
-        with _naming(name):
+        with about(f"cell {name!r}"):
             tables = loading.expanded(_filled(table, values, settings))
             cells[name] = Cell(name, values, loading.parse(tables))
     return Sweep(
@@ -183,7 +195,7 @@ def prepare(sweep: Sweep, *, fresh: bool = False) -> dict[str, Plan]:
         )
     plans = {}
     for cell in sweep.cells:
-        with _naming(cell.name):
+        with about(f"cell {cell.name!r}"):
             if fresh or not pipeline.finished(sweep.run(cell), cell.experiment):
                 preparation.refuse_data_on_nodes(cell.experiment)
                 plans[cell.name] = preparation.plan(cell.experiment)
@@ -229,12 +241,11 @@ def carry_out(
                     hired_as = table
                 run = _opened(plan, sweep.run(cell).path, _alike(sweep, cell, plan))
                 with watch(cell.name) as report:
+                    crew = Crew(hands, report)
                     if not pipeline.finished(run, plan.experiment):
-                        pipeline.carry_out(run, plan.experiment, train, report, hands)
+                        pipeline.carry_out(run, plan.experiment, train, crew)
                     if cell.experiment != plan.experiment:
-                        pipeline.attack_again(
-                            run, cell.experiment, retry=retry, report=report, on=hands
-                        )
+                        pipeline.attack_again(run, cell.experiment, crew, retry=retry)
             except Exception as error:  # noqa: BLE001 - the others can still be done
                 failures[cell.name] = failure(cell.name, error)
                 hired_as = None  # they may still be at work for this cell
@@ -372,7 +383,7 @@ def refuse_gaps(collected: SweepSummary, failures: Mapping[str, str]) -> None:
 def cell_name(values: Mapping[str, Any]) -> str:
     """Returns a folder name that depends on the values only, not on their place in the lists."""
     name = ",".join(f"{key}={_word(value)}" for key, value in values.items())
-    return name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}-{_digest(values)}"
+    return name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}-{digest(values)[:6]}"
 
 
 def _alike(sweep: Sweep, cell: Cell, plan: Plan) -> list[Run]:
@@ -405,7 +416,7 @@ def _carry_out_alone(
     try:
         run = _opened(plan, path, alike)
         with hire(own) as hands:
-            pipeline.carry_out(run, plan.experiment, train, on=hands)
+            pipeline.carry_out(run, plan.experiment, train, Crew(hands))
     except Exception as error:  # noqa: BLE001 - the others can still be done
         return failure(path.name, error)
     return None
@@ -419,11 +430,6 @@ def failure(cell: str, error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _special(grid: Any, key: str, default: Any) -> Any:
-    """Takes a key of `[sweep]` that is not one of the experiment."""
-    return grid.pop(key, default) if isinstance(grid, dict) else default
-
-
 def _combinations(axes: Mapping[str, Sequence[Any]], design: str) -> Iterator[dict[str, Any]]:
     """Yields the value of each key, for each cell."""
     if design == "all":
@@ -434,35 +440,6 @@ def _combinations(axes: Mapping[str, Sequence[Any]], design: str) -> Iterator[di
         yield base
         for key, values in axes.items():
             yield from (base | {key: value} for value in values[1:])
-
-
-def _axes(grid: Any, inside: str = "sweep", *, given: bool = False) -> dict[str, list[Any]]:
-    """Checks `[sweep]` and returns the values of each dotted key, quoted there or not.
-
-    Args:
-        grid: The table.
-        inside: Where it is.
-        given: There are families, so that it may be empty.
-    """
-    if grid == {} and given:
-        return {}
-    if not isinstance(grid, dict) or not grid:
-        raise ConfigError(
-            f"{inside} = {grid!r}: list the values of a key, such as "
-            '"federation.batch_size" = [1, 2, 4] below [sweep]'
-        )
-    axes: dict[str, list[Any]] = {}
-    for key, value in grid.items():
-        if isinstance(value, dict):
-            deeper = _axes(value, f"{inside}.{key}")
-            axes |= {f"{key}.{rest}": values for rest, values in deeper.items()}
-        elif not isinstance(value, list) or not value:
-            raise ConfigError(f"{inside}.{key} = {value!r}: list the values to run, at least one")
-        elif (inside, key) == ("sweep", "name"):
-            raise ConfigError("sweep.name: the name is that of the whole sweep: sweep other keys")
-        else:
-            axes[key] = value
-    return axes
 
 
 def _filled(
@@ -495,15 +472,6 @@ def _apply_(tables: dict[str, Any], setting: Setting) -> None:
     ]
 
 
-@contextmanager
-def _naming(cell: str) -> Iterator[None]:
-    """Says of a refusal which cell it is about."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"cell {cell!r}: {error}") from error
-
-
 def _word(value: Any) -> str:
     """Returns a value as a part of a folder name: itself, or what is safe of it and a hash."""
     if value == []:
@@ -512,12 +480,7 @@ def _word(value: Any) -> str:
     safe = re.sub(r"[^A-Za-z0-9._+-]+", "-", text)[:LONGEST_WORD]
     if safe == text and not isinstance(value, list | dict):
         return safe
-    return f"{safe.strip('-')}-{_digest(value)}"
-
-
-def _digest(value: Any) -> str:
-    canonical = json.dumps(value, sort_keys=True, default=str)
-    return hashlib.sha256(canonical.encode()).hexdigest()[:6]
+    return f"{safe.strip('-')}-{digest(value)[:6]}"
 
 
 def _summary(cell: Cell, run: Run) -> CellSummary:

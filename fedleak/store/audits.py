@@ -1,6 +1,7 @@
 """What `fedleak audit` planned for a run, and what came of it: audit.json."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 
 from pydantic import JsonValue
@@ -42,12 +43,38 @@ class AuditPart(Record):
     seconds: float
 
 
-class GateCheck(Record):
-    """One check of the gate, how it ended, and what was found."""
+class Outcome(StrEnum):
+    """How one check of the gate ended.
+
+    Attributes:
+        WITHIN: The limit holds, or enough was measured.
+        EXCEEDED: The limit does not hold.
+        UNTOLD: Too little was measured to tell.
+    """
+
+    WITHIN = "within"
+    EXCEEDED = "exceeded"
+    UNTOLD = "untold"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check of the gate.
+
+    Attributes:
+        name: What is checked: a limit, such as `exact`, or what has to be measured for the limits.
+        outcome: How it ended.
+        sentence: What was found, in one line.
+    """
 
     name: str
-    outcome: str
+    outcome: Outcome
     sentence: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether the gate may open, as far as this check goes."""
+        return self.outcome is Outcome.WITHIN
 
 
 class AuditPage(Record):
@@ -65,18 +92,21 @@ class AuditPage(Record):
 
 
 class Trial(StrEnum):
-    """How the try of a defense ended."""
+    """How the try of a defense ended.
+
+    Attributes:
+        WITHIN: It keeps within all limits.
+        EXCEEDED: A limit does not hold.
+        UNTOLD: Too little was measured to tell, or the run failed.
+        IMPOSSIBLE: It does not go with the setting.
+        SKIPPED: A cheaper one keeps within the limits, or there was no time for it.
+    """
 
     WITHIN = "within"
-    """It keeps within all limits."""
     EXCEEDED = "exceeded"
-    """A limit does not hold."""
     UNTOLD = "not told"
-    """Too little was measured to tell, or the run failed."""
     IMPOSSIBLE = "not possible"
-    """It does not go with the setting."""
     SKIPPED = "not tried"
-    """A cheaper one keeps within the limits, or there was no time for it."""
 
 
 class Tried(Record):
@@ -170,7 +200,7 @@ class Audit(Record):
     interrupted: bool = False
     seconds: float | None = None
     cut: bool = False
-    checks: tuple[GateCheck, ...] = ()
+    checks: tuple[Check, ...] = ()
     page: AuditPage | None = None
     advice: Advice | None = None
 

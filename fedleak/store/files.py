@@ -12,7 +12,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -20,6 +20,7 @@ from typing import IO, Any, NoReturn
 import safetensors
 
 from fedleak.util.errors import FedleakError
+from fedleak.util.nested import mapped
 from fedleak.util.plain_files import content, opened, refuse_other
 
 _MORE = " \n"
@@ -195,11 +196,11 @@ def parse_json(content: bytes) -> Any:
 
 def plain(value: Any) -> Any:
     """Returns a value with null for each number that is not finite: JSON has no infinity."""
-    if isinstance(value, Mapping):
-        return {key: plain(member) for key, member in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(element) for element in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    def finite(leaf: Any) -> Any:
+        return None if isinstance(leaf, float) and not math.isfinite(leaf) else leaf
+
+    return mapped(value, finite)
 
 
 def _sync(path: Path) -> None:

@@ -112,22 +112,16 @@ class Document(Generic[T]):
         table = parse_json(content)
         if not isinstance(table, dict):
             raise ValueError(f"it holds a {type(table).__name__}, not a table")
-        if reason := other_version(table):
-            raise ValueError(f"it {reason}")
+        if (version := table.get("schema_version")) != SCHEMA_VERSION:
+            raise ValueError(
+                f"it has schema_version {version!r}, and this fedleak reads {SCHEMA_VERSION}"
+            )
         return validated(self.value_type, content)
 
     def written(self, value: T) -> bytes:
         """Returns the content of the file."""
         table = {"schema_version": SCHEMA_VERSION, **_adapter(self.value_type).dump_python(value)}  # type: ignore[arg-type]
         return (json.dumps(table, indent=1, allow_nan=False) + "\n").encode()
-
-
-def other_version(table: Mapping[str, Any]) -> str | None:
-    """Returns why a file is not of this version; None if it is."""
-    version = table.get("schema_version")
-    if version == SCHEMA_VERSION:
-        return None
-    return f"has schema_version {version!r}, and this fedleak reads {SCHEMA_VERSION}"
 
 
 def validated(expected_type: type[T], content: bytes) -> T:

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import ConfigDict, Field, JsonValue
+from pydantic import AfterValidator, ConfigDict, Field, JsonValue
 
 from fedleak.attacks.reconstruction import Status
 from fedleak.store.lines import Lines, Measured, Record
@@ -40,10 +40,46 @@ class _OfAttack(_OfUpdate):
         return self.key, self.attack
 
 
-class Answer(_OfAttack):
-    """What an attack answered for one capture: a line of reconstructions.jsonl.
+def _summed_up(diagnostics: dict[str, Any]) -> dict[str, Any]:
+    """Refuses what reports cannot sum up."""
+    if "budget" in diagnostics:
+        budget = diagnostics["budget"]
+        pair = budget if isinstance(budget, list) and len(budget) == 2 else [0, 0]
+        used, available = pair
+        if not ((used is None or _is_number(used)) and _is_number(available) and available > 0):
+            raise ValueError("'budget' is not [used or None, available]")
+    if "candidates" in diagnostics:
+        counts = diagnostics["candidates"]
+        if not (isinstance(counts, dict) and all(map(_is_number, counts.values()))):
+            raise ValueError("'candidates' does not hold a count by name")
+    return diagnostics
 
-    The fields from `status` on are those of a `Reconstruction`.
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+Name = Annotated[str, Field(min_length=1, max_length=100)]
+Score = Annotated[str, Field(pattern="^[A-Za-z0-9_]{1,40}$")]
+
+
+class Reconstructed(Record):
+    """A `Reconstruction` in plain values, with null for each number that is not finite."""
+
+    status: Status
+    sequences: tuple[Annotated[tuple[int, ...], Field(min_length=1)], ...] | None
+    evidence: tuple[float | None, ...] = ()
+    margins: tuple[float | None, ...]
+    tokens: tuple[int, ...] | None
+    scores: Annotated[dict[Score, tuple[float, ...]], Field(max_length=20)] = {}
+    facts: Annotated[dict[Name, JsonValue], Field(max_length=100)]
+    diagnostics: Annotated[dict[str, JsonValue], AfterValidator(_summed_up)]
+    verified: bool
+    reason: str
+
+
+class Answer(Reconstructed, _OfAttack):
+    """What an attack answered for one capture: a line of reconstructions.jsonl.
 
     Attributes:
         settings: Its kind and hyper-parameters.
@@ -59,16 +95,6 @@ class Answer(_OfAttack):
     seconds: float | None
     device: str | None
     together: int | None = None
-    status: Status
-    sequences: tuple[tuple[int, ...], ...] | None
-    evidence: tuple[float | None, ...] = ()
-    margins: tuple[float | None, ...]
-    tokens: tuple[int, ...] | None
-    scores: dict[str, tuple[float, ...]] = {}
-    facts: dict[str, JsonValue]
-    diagnostics: dict[str, JsonValue]
-    verified: bool
-    reason: str
 
 
 class Attempt(_OfAttack):
@@ -213,17 +239,14 @@ Epsilon = float | Literal["none"]
 """A number, or the word where nothing is guaranteed."""
 
 
-class LedgerRow(_OfUpdate):
-    """What a client has spent of its privacy by a round: a line of privacy.jsonl.
+class Guarantee(Record):
+    """What holds of a client's privacy.
 
     Attributes:
         epsilon, delta: Of the guarantee.
         accountant: How the rounds were composed.
         unit, neighbouring: What is protected, and against which change of the data.
-        sampling, sampling_rate: How examples are drawn, as far as it amplifies the guarantee.
-        steps: Uses of the mechanism so far.
-        noise_multiplier: Of each use.
-        uses: All that the epsilon is composed of: noise multiplier, sampling rate, and how many.
+        noise_multiplier: Of each use of the mechanism.
     """
 
     epsilon: Epsilon
@@ -231,18 +254,28 @@ class LedgerRow(_OfUpdate):
     accountant: str
     unit: str
     neighbouring: str
+    noise_multiplier: float | None
+
+
+class LedgerRow(Guarantee, _OfUpdate):
+    """What a client has spent of its privacy by a round: a line of privacy.jsonl.
+
+    Attributes:
+        sampling, sampling_rate: How examples are drawn, as far as it amplifies the guarantee.
+        steps: Uses of the mechanism so far.
+        uses: All that the epsilon is composed of: noise multiplier, sampling rate, and how many.
+    """
+
     sampling: str
     sampling_rate: float | None
     steps: int | None
-    noise_multiplier: float | None
     uses: tuple[Use, ...] = ()
 
     @classmethod
     def nothing_guaranteed(cls, key: Key) -> "LedgerRow":
         """Returns the row of a client whose defenses guarantee nothing."""
         return cls(
-            round=key.round,
-            client=key.client,
+            **key._asdict(),
             epsilon=NONE,
             delta=None,
             accountant=NONE,
@@ -314,8 +347,8 @@ class MembershipRow(_OfAttack):
     scores: dict[str, tuple[float, ...]]
 
 
-class DefenseRow(_OfUpdate, Measured):
-    """What one defense did to one update: a line of defenses.jsonl; its figures are by name.
+class DefenseFigures(Measured):
+    """What one defense did to an update, or the means over all updates; its figures are by name.
 
     Attributes:
         defense: Its place in the experiment file.
@@ -326,16 +359,18 @@ class DefenseRow(_OfUpdate, Measured):
     kind: str
 
 
+class DefenseRow(DefenseFigures, _OfUpdate):
+    """What one defense did to one update: a line of defenses.jsonl."""
+
+
 Action = Literal["warn", "refuse"]
 """What a client does when a detector alarms."""
 
 
-class DetectionRow(_OfUpdate):
-    """What one detector found in what a client was sent: a line of detections.jsonl.
+class DetectorFinding(Record):
+    """What one detector found in what a client was sent.
 
     Attributes:
-        hash: Of the model that the client was sent.
-        refused: Whether the client stayed out of the round.
         place: Of the detector in the experiment file.
         detector: Its kind.
         action: What an alarm makes the client do.
@@ -345,8 +380,6 @@ class DetectionRow(_OfUpdate):
         sentence: What it found, in its own words.
     """
 
-    hash: str
-    refused: bool
     place: int
     detector: str
     action: Action
@@ -354,6 +387,18 @@ class DetectionRow(_OfUpdate):
     limit: float | None
     alarm: bool
     sentence: str
+
+
+class DetectionRow(DetectorFinding, _OfUpdate):
+    """What one detector found in a round of a client: a line of detections.jsonl.
+
+    Attributes:
+        hash: Of the model that the client was sent.
+        refused: Whether the client stayed out of the round.
+    """
+
+    hash: str
+    refused: bool
 
 
 class Utility(Measured):

@@ -187,11 +187,10 @@ def drop_failures(run: Run, shard: Shard | None = None) -> int:
     """
     places = [run.inside(chosen.folder) for chosen in (begun(run) if shard is None else [shard])]
     places += [run] if shard is None else []
-    return sum(_drop_failures(run.fingerprint(), place) for place in places)
+    return sum(_drop_failures(answers(run.fingerprint()), place) for place in places)
 
 
-def _drop_failures(fingerprint: str | None, place: Run) -> int:
-    lines = answers(fingerprint)
+def _drop_failures(lines: Lines[Answer], place: Run) -> int:
     place.salvage(ATTEMPTS)
     failed = {answer.id for answer in place.salvage(lines) if answer.status == Status.FAILED}
     if failed:

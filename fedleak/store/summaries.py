@@ -1,13 +1,21 @@
 """The figures of a run in summary.json, and of a sweep's cells in sweep.json."""
 
 from enum import StrEnum
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, JsonValue
 
 from fedleak.attacks.reconstruction import Status
 from fedleak.store.lines import Document, Measured, Record
-from fedleak.store.records import UNSCORED, Action, Epsilon, RowStatus, Utility
+from fedleak.store.records import (
+    UNSCORED,
+    Action,
+    DefenseFigures,
+    Epsilon,
+    Guarantee,
+    RowStatus,
+    Utility,
+)
 
 NEARLY = 90.0
 """The smallest ROUGE-L of a text that is called nearly read."""
@@ -24,17 +32,13 @@ class MeanOfClients(Record):
     high: float
 
 
-class Estimate(Record):
-    """A mean and its 95 % interval.
+class Estimate(MeanOfClients):
+    """A mean and its 95 % interval, in which each text, or update, counts once.
 
     Attributes:
-        mean, low, high: Each text, or update, counts once.
         of_clients: Each client counts once; None: a version that did not say so wrote this.
     """
 
-    mean: float
-    low: float
-    high: float
     of_clients: MeanOfClients | None = None
 
 
@@ -254,7 +258,7 @@ class Ladder(Record):
         correction: How the p of all differences were corrected, together.
     """
 
-    rungs: tuple[Rung, ...]
+    rungs: Annotated[tuple[Rung, ...], Field(min_length=1)]
     left_out: dict[str, str]
     correction: str
 
@@ -262,17 +266,6 @@ class Ladder(Record):
     def top(self) -> Rung:
         """All facts told."""
         return self.rungs[-1]
-
-
-class Guarantee(Record):
-    """What holds for every client after its last round; the fields are those of a `LedgerRow`."""
-
-    epsilon: Epsilon
-    delta: float | None
-    accountant: str
-    unit: str
-    neighbouring: str
-    noise_multiplier: float | None
 
 
 class CanaryBound(Record):
@@ -354,7 +347,7 @@ class PublishedFigure(Record):
     measure: Measure
     by: str
     secrets: int
-    rounds: tuple[PublishedRound, ...]
+    rounds: Annotated[tuple[PublishedRound, ...], Field(min_length=1)]
 
 
 class PublishedSummary(Record):
@@ -547,13 +540,6 @@ class Circumstances(Record):
         return self.__pydantic_extra__
 
 
-class DefenseMeans(Measured):
-    """What one defense did: each figure is the mean over all updates that have it."""
-
-    defense: int
-    kind: str
-
-
 class Baseline(Measured):
     """How good a model is that one party trained on all data, and its steps: reference.json."""
 
@@ -575,8 +561,8 @@ class RunSummary(Record):
             scored the run.
         ladder: What each fact is worth; None: that was not asked for.
         defenses: What is in the way of attacks.
-        defended: What each defense did.
-        privacy: The guarantee; None before anybody has trained.
+        defended: What each defense did: each figure is the mean over all updates that have it.
+        privacy: What holds for every client after its last round; None before anybody has trained.
         canary: What canaries measured of it; None: there are none.
         membership: How well texts that were in updates are told from others; None: nobody asked.
         published: What the published models give away; None: no secrets were planted.
@@ -602,7 +588,7 @@ class RunSummary(Record):
     worst_case: WorstCase | None = None
     ladder: Ladder | None = None
     defenses: Circumstances
-    defended: tuple[DefenseMeans, ...]
+    defended: tuple[DefenseFigures, ...]
     privacy: Guarantee | None
     canary: CanarySummary | None = None
     membership: MembershipSummary | None = None

@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from fedleak.config.client_table import StepTable
 from fedleak.config.tables import ModelTable, Positive, Source, Table
-from fedleak.config.wording import one_line
+from fedleak.config.wording import checked
 from fedleak.util.errors import ConfigError
 from fedleak.util.plain_files import content
 from fedleak.util.sanitise import is_whole
@@ -121,10 +121,7 @@ def load_about(path: Path) -> About:
         raise ConfigError(f"{str(path)!r}: {error.strerror}: give a TOML file") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{str(path)!r} cannot be read: {error}: give a TOML file") from error
-    try:
-        return About.model_validate(table)
-    except ValidationError as error:
-        raise ConfigError(f"{str(path)!r}: {one_line(error, About)}") from error
+    return checked(About, table, f"{str(path)!r}: ")
 
 
 class TruthLine(Table):

@@ -1,7 +1,8 @@
 """Errors that are the user's to mend: each is one line that says what, got what, do what."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class FedleakError(Exception):
@@ -26,6 +27,19 @@ class RoundRefusedError(FedleakError):
 
 class CaptureError(FedleakError):
     """A captured update that cannot be read back."""
+
+
+@contextmanager
+def about(subject: str) -> Iterator[None]:
+    """Says of a refusal what it is about.
+
+    Raises:
+        ConfigError: What was refused, after the subject.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{subject}: {error}") from error
 
 
 def unknown(noun: str, name: str, known: Iterable[str]) -> str:

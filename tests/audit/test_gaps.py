@@ -12,7 +12,7 @@ from built import answer_of, run_of, summary_of, truth_of
 from scored import row
 from tiny import Here, call, tables, toml
 
-from fedleak.audit.gaps import Gaps, find_gaps, refuse_gaps
+from fedleak.audit.gaps import Gaps, Known, find_gaps, refuse_gaps
 from fedleak.config.loading import parse
 from fedleak.running.dispatch import dispatcher
 from fedleak.store.records import UNSCORED, UTILITY, Answer, LeakageRow, answers
@@ -110,7 +110,8 @@ def gaps_of(
     run, gaps = run_of(folder, experiment, captures=captures, **info), Gaps()
     prepared(run)
     given = {answer.id: answer for answer in answers}
-    find_gaps(run, experiment, asked, given, rows, KNOWN if truths is None else truths, gaps)
+    truths = KNOWN if truths is None else truths
+    find_gaps(Known(run, experiment, asked, given, rows, truths), gaps)
     return run, gaps
 
 

@@ -14,6 +14,7 @@ from fedleak.audit import handover
 from fedleak.config.loading import load
 from fedleak.flower.engines import train
 from fedleak.running import pipeline, preparation
+from fedleak.running.dispatch.dispatcher import Crew
 from fedleak.store.lines import Lines
 from fedleak.store.run import Key, Run
 
@@ -33,7 +34,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("finished")
     (folder / "small.toml").write_text(toml({"defense": [NOISY], "attack": [DLG]}))
     run = preparation.prepare(load(folder / "small.toml"), folder / "runs" / "small")
-    pipeline.carry_out(run, load(folder / "small.toml"), train, on=[Here()])
+    pipeline.carry_out(run, load(folder / "small.toml"), train, Crew([Here()]))
     return folder
 
 

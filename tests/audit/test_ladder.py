@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from scored import row
 from tiny import DLG, Here, call, tables, toml
 
@@ -28,7 +29,7 @@ from fedleak.running.dispatch import dispatcher
 from fedleak.store import records
 from fedleak.store.records import LEAKAGE, LeakageRow
 from fedleak.store.run import Run
-from fedleak.store.summaries import SUMMARY, Direction, Ladder
+from fedleak.store.summaries import SUMMARY, Direction, Ladder, PublishedFigure
 from fedleak.training.observation import ThreatModel
 
 BOTH = ("labels", "lengths")
@@ -272,3 +273,10 @@ def test_the_plan_names_the_rungs(ran: Path) -> None:
     assert status == 0
     assert "dlg+lengths" in text
     assert "no rung for noise_scale: no defense adds noise" in text
+
+
+def test_a_ladder_without_a_rung_and_a_figure_of_no_round_are_none() -> None:
+    with pytest.raises(ValidationError, match="at least 1 item"):
+        Ladder(rungs=(), left_out={}, correction="none")
+    with pytest.raises(ValidationError, match="at least 1 item"):
+        PublishedFigure(count=1, measure="exposure", by="likelihood", secrets=1, rounds=())

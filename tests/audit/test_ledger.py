@@ -11,8 +11,8 @@ import torch
 from pydantic import ValidationError
 from tiny import tables
 
-from fedleak.audit.gaps import Gaps
-from fedleak.audit.privacy.ledger import ClientNote, client_notes, defense_rows, ledger
+from fedleak.audit.gaps import Gaps, read_notes
+from fedleak.audit.privacy.ledger import ClientNote, defense_rows, ledger
 from fedleak.config.experiment import Experiment
 from fedleak.config.loading import parse
 from fedleak.store.records import DefenseRow, LedgerRow
@@ -210,7 +210,7 @@ def test_a_damaged_note_is_named_and_the_others_are_read(run: Run) -> None:
     run.defended.write(Key(1, 0), table)
     run.defended.write(Key(1, 1), {"defenses": []})
     gaps = Gaps()
-    notes = client_notes(run, gaps)
+    notes = read_notes(run.defended, ClientNote, gaps)
     assert list(notes) == [Key(1, 0), Key(1, 1)]
     kept = notes[Key(1, 0)]
     assert kept is not None

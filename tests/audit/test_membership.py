@@ -28,6 +28,7 @@ from fedleak.models import loading
 from fedleak.privacy.lower_bounds import gaussian_epsilon
 from fedleak.report.tables.membership import membership_tables
 from fedleak.running import pipeline, preparation
+from fedleak.running.dispatch.dispatcher import Crew
 from fedleak.store.records import LEAKAGE, MEMBERSHIP, Answer, MembershipRow
 from fedleak.store.run import EVERYONE, Key
 from fedleak.store.summaries import SUMMARY
@@ -65,7 +66,7 @@ def experiment_of(**changes):
 
 def carried_out(path, experiment):
     run = preparation.prepare(experiment, path / "run")
-    pipeline.carry_out(run, experiment, train, on=[Here()])
+    pipeline.carry_out(run, experiment, train, Crew([Here()]))
     return run
 
 

@@ -475,7 +475,7 @@ def test_an_attack_that_should_have_answered_is_missed(make, sequences, monkeypa
     run = make([truth_of(1, 0, sequences[:1])], [answer_of(1, 0, sequences[1:2])])
     expected = []
     monkeypatch.setattr(
-        scoring, "find_gaps", lambda run, experiment, names, *_: expected.append(names)
+        scoring, "find_gaps", lambda known, gaps: expected.append(known.attack_names)
     )
     score_run(run, ["absent"])
     score_run(run)

@@ -13,6 +13,7 @@ from fedleak.audit.estimates import Largest, estimate, largest_client, mean_over
 from fedleak.audit.gaps import Gaps
 from fedleak.audit.metrics import intervals
 from fedleak.audit.metrics.personal_data import looked_for
+from fedleak.audit.score_files import Recorded
 from fedleak.audit.summary import attack_summary, circumstances, summarise
 from fedleak.audit.worst_case import worst_case
 from fedleak.config.loading import parse
@@ -179,9 +180,9 @@ def summed_up(
     if reference is not None:
         (run.path / "reference.json").write_text(reference)
     gaps = Gaps(missing=["m"], awaited=["a"], notes=["n"], unscored=2)
-    done = {one.id: place for place, one in enumerate(rows)}
-    scored = ScoredRows(leakage=rows)
-    return summarise(run, parse(tables(changes)), gaps, scored, done, utility, (), None), gaps
+    # In the order of their answers, of which no more is needed.
+    recorded = Recorded(parse(tables(changes)), None, rows, utility, (), ScoredRows())
+    return summarise(run, recorded, gaps, ScoredRows(leakage=rows), None), gaps
 
 
 def test_a_run_is_summed_up(tmp_path: Path) -> None:

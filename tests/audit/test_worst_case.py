@@ -56,6 +56,13 @@ def test_a_text_is_nearly_read_if_its_best_answer_is_and_none_is_exact():
     assert worst_case(rows, {}, Largest()).nearly == 1
 
 
+def test_rows_of_one_update_that_count_other_texts_are_summed_up():
+    rows = [row("a", 0, (True, 100.0, 1.0)), row("b", 0, (False, 9.0, 0.1), (True, 100.0, 1.0))]
+    found = worst_case(rows, {}, Largest())
+    assert found.exact_match.mean == 1.0
+    assert found.first == {"a": 1, "b": 1}
+
+
 def test_who_answered_first_read_it_first():
     quick = row("quick", 0, (True, 100.0, 1.0), (False, 0.0, 0.0))
     slow = row("slow", 0, (True, 100.0, 1.0), (True, 100.0, 1.0))

@@ -180,6 +180,7 @@ def two(tmp_path, monkeypatch, made):
         ({"version": 2}, "their version differs (1, 2)"),
         ({"suite": "quick"}, "their suite differs (tiny, quick)"),
         ({"fingerprint": "0"}, "their fingerprint of the settings differs"),
+        ({"settings": []}, "their number of settings differs (1, 0)"),
         ({"model": "other"}, "the weights of 'bert' differ"),
         ({"texts": "other"}, "the texts of 'bert' differ"),
         ({"schema_version": 9}, "has schema_version 9"),
@@ -262,14 +263,14 @@ def test_the_suites_of_fedleak_are_right(name, tmp_path):
     suite = suites.load(name)
     assert suite.name == name
     for setting in suite.settings:
-        assert setting.experiment(suite.attack, tmp_path).name == setting.name
+        assert setting.with_attacks(suite.attack, tmp_path).name == setting.name
 
 
 def test_the_quick_suite_needs_nothing_but_fedleak():
     own = [each for each in suites.load("quick").settings if not each.needs_assets]
     assert len(own) >= 10
-    assert all(each.tables["model"]["name"].startswith("builtin/") for each in own)
-    assert all(each.tables["data"]["name"].startswith("builtin/") for each in own)
+    assert all(each.experiment["model"]["name"].startswith("builtin/") for each in own)
+    assert all(each.experiment["data"]["name"].startswith("builtin/") for each in own)
 
 
 def test_the_page_of_the_benchmark_is_current():

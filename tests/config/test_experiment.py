@@ -58,6 +58,16 @@ BAD = [
     ({"name": "a/b"}, ["name = 'a/b'", "pattern"]),
     ({"seed": -1}, ["seed = -1", "greater than or equal to 0"]),
     ({"seed": 1.5}, ["seed = 1.5", "integer"]),
+    *(
+        (
+            {
+                "federation": {"clients": 2, "rounds": 2},
+                "tapped": {"optimiser": "sgd", "labels": 2, "clients": clients, "messages": ""},
+            },
+            ["tapped.clients has", "federation has 2 rounds", "up to 1", "`fedleak import`"],
+        )
+        for clients in ([[0, 1]], [[0, 1], [0, 2]])
+    ),
     ({"model": 3}, ["model = 3", "dictionary"]),
     ({"model": {"task": "translation"}}, ["model.task", "'translation'", "'causal-lm'"]),
     ({"model": {"loss": "mse"}}, ["model.loss", "'mse'", "'squared'"]),

@@ -296,8 +296,8 @@ def test_training_stops_in_the_round_in_which_the_dispatcher_dies(many_rounds, m
     run, experiment = many_rounds
     answer = inline.InlineGrid._answer
 
-    def dies(run, *_, stop, **__):
-        while not run.captures.all_keys() and not stop():
+    def dies(run, _, crew, **__):
+        while not run.captures.all_keys() and not crew.enough():
             pass
         raise OSError(28, "No space left on device")
 
@@ -350,7 +350,8 @@ def test_a_poll_with_nothing_new_reads_and_lists_nothing(many_rounds, monkeypatc
 
     (run.path / "models").mkdir()
     (run.path / "models" / "r0001.safetensors").write_bytes(b"")
-    dispatcher.attack_captures(run, experiment, no_more=lambda: False, stop=stop, on=[])
+    crew = dispatcher.Crew([], enough=stop)
+    dispatcher.attack_captures(run, experiment, crew, no_more=lambda: False)
     assert polls[0] == polls[-1]
 
 

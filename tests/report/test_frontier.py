@@ -4,12 +4,11 @@ import pytest
 
 from fedleak.report.drawings.chart import silent, write
 from fedleak.report.drawings.sweeps import SOME_UNATTACKED, frontier
-from fedleak.store.records import Utility
+from fedleak.store.records import Guarantee, Utility
 from fedleak.store.summaries import (
     AttackSummary,
     CellSummary,
     Estimate,
-    Guarantee,
     SweepSummary,
     WorstCase,
 )

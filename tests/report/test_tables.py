@@ -11,16 +11,15 @@ from fedleak.report.tables.canaries import FIRST_CLIENTS, canary_table
 from fedleak.report.tables.leakage import epsilon_of
 from fedleak.report.terminal.run import any_attack, circumstances
 from fedleak.report.terminal.table import print_table
-from fedleak.store.records import DefenseRow, LedgerRow, Utility
+from fedleak.store.records import DefenseRow, Guarantee, LedgerRow, Utility
 from fedleak.store.run import EVERYONE, Key
 from fedleak.store.summaries import (
     Baseline,
     CanaryBound,
     CanarySummary,
     Circumstances,
-    DefenseMeans,
+    DefenseFigures,
     Estimate,
-    Guarantee,
     RunSummary,
     WorstCase,
 )
@@ -52,8 +51,8 @@ def test_what_a_defense_did_is_the_mean_over_the_updates_that_say():
         DefenseRow(round=2, client=0, defense=1, kind="mask", zeroed=0.75, norm_after=2.0),
     ]
     assert defense_means(rows) == (
-        DefenseMeans(defense=0, kind="dp_sgd", clipped=1.0, examples=1.5),
-        DefenseMeans(defense=1, kind="mask", zeroed=0.5, norm_after=2.0),
+        DefenseFigures(defense=0, kind="dp_sgd", clipped=1.0, examples=1.5),
+        DefenseFigures(defense=1, kind="mask", zeroed=0.5, norm_after=2.0),
     )
 
 
@@ -107,7 +106,7 @@ def test_the_report_names_defenses_guarantee_and_cost():
             local_epochs=2,
             dropout=True,
         ),
-        defended=(DefenseMeans(defense=0, kind="dp_sgd", clipped=0.5, noise_norm=12.0),),
+        defended=(DefenseFigures(defense=0, kind="dp_sgd", clipped=0.5, noise_norm=12.0),),
         privacy=guaranteed.model_copy(update={"accountant": "prv"}),
         utility_before=None,
         utility=Utility(round=3, loss=0.5, mcc=None),

@@ -36,6 +36,7 @@ from fedleak.models import CAUSAL_LM, CLASSIFICATION, loading
 from fedleak.report.tables.leakage import leakage_table, shares
 from fedleak.report.terminal.run import print_run
 from fedleak.running import pipeline, preparation
+from fedleak.running.dispatch.dispatcher import Crew
 from fedleak.running.workers.process import work_together
 from fedleak.store import records, seal
 from fedleak.store.captures import Captures
@@ -135,7 +136,7 @@ def experiment_of(*defense, federation=(), **tables):
 
 def carried_out(path, experiment):
     run = preparation.prepare(experiment, path)
-    pipeline.carry_out(run, experiment, train, on=[Here()])
+    pipeline.carry_out(run, experiment, train, Crew([Here()]))
     return run
 
 

@@ -28,7 +28,7 @@ from fedleak.flower.server.strategy import CuriousServer
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec, loading
 from fedleak.running import pipeline, preparation
 from fedleak.running.dispatch import dispatcher
-from fedleak.running.workers.process import Job, work
+from fedleak.running.workers.process import Job, work_together
 from fedleak.store.lines import Lines
 from fedleak.store.models import Models
 from fedleak.store.run import Key, Run
@@ -483,7 +483,7 @@ def test_the_attacks_know_a_model_with_adapters(tmp_path):
             model=spec,
             seed=0,
         )
-        return work(job, "cpu")
+        return work_together([job], "cpu")[0]
 
     row_of(Look(), Knowledge())
     expected = loading.load(experiment.model_spec(2))

@@ -23,6 +23,7 @@ from fedleak.flower.engines import train
 from fedleak.flower.server.strategy import CuriousServer
 from fedleak.running import forecast, pipeline, preparation
 from fedleak.running.dispatch import dispatcher
+from fedleak.running.dispatch.dispatcher import Crew
 from fedleak.store import records
 from fedleak.store.captures import Captures
 from fedleak.store.run import Key, Run
@@ -37,7 +38,7 @@ def experiment_of(**changes):
 
 def carried_out(path, experiment):
     run = preparation.prepare(experiment, path)
-    pipeline.carry_out(run, experiment, train, on=[Here()])
+    pipeline.carry_out(run, experiment, train, Crew([Here()]))
     return run
 
 
@@ -189,7 +190,7 @@ def test_an_attack_that_comes_later_is_refused_with_a_line_or_attacks_what_is_le
     inline.train(run, experiment)  # captured again
     assert tensors(run) == ["r0002-c02.safetensors"]
     with run.lock():
-        dispatcher.attack_captures(run, late, no_more=lambda: True, on=[Here()])
+        dispatcher.attack_captures(run, late, Crew([Here()]), no_more=lambda: True)
     answers = run.rows(records.answers(run.fingerprint()))
     assert [each.key for each in answers if each.attack == "dager"] == [Key(2, 2)]
     with run.lock():
@@ -205,10 +206,10 @@ def test_a_capture_waits_for_the_attacks_of_its_run_whatever_is_asked_for_first(
     inline.train(run, experiment)
     other = experiment_of(audit__keep="none", attack=[dlg | {"name": "other"}])
     with run.lock():
-        dispatcher.attack_captures(run, other, no_more=lambda: True, on=[Here()])
+        dispatcher.attack_captures(run, other, Crew([Here()]), no_more=lambda: True)
     assert len(tensors(run)) == 6
     with run.lock():
-        dispatcher.attack_captures(run, experiment, no_more=lambda: True, on=[Here()])
+        dispatcher.attack_captures(run, experiment, Crew([Here()]), no_more=lambda: True)
     assert tensors(run) == []
 
 
@@ -269,7 +270,7 @@ def test_training_waits_for_attacks_so_that_no_more_captures_wait_than_may(
     model = outline(experiment, 2)
     size = sum(4 * p.numel() for p in model.trained().values())
     assert forecast.bytes_kept(experiment, model) == (2 + 2) * size
-    pipeline.carry_out(run, experiment, train, on=[Here()])
+    pipeline.carry_out(run, experiment, train, Crew([Here()]))
     assert len(on_disk) == 6
     assert max(on_disk) <= 2
     assert tensors(run) == ["r0001-c01.safetensors"]

@@ -69,7 +69,16 @@ def edited_line(run: Run) -> list[str]:
     return ["utility.jsonl, line 1"]
 
 
-@pytest.mark.parametrize("change", [edited_json, edited_tensor, without_seal, moved, edited_line])
+def strange_seal(run: Run) -> list[str]:
+    path = run.path / UTILITY.name
+    line, *rest = path.read_text().splitlines()
+    path.write_text("\n".join([json.dumps(json.loads(line) | {"seal": "é"}), *rest, ""]))
+    return ["utility.jsonl, line 1"]
+
+
+@pytest.mark.parametrize(
+    "change", [edited_json, edited_tensor, without_seal, moved, edited_line, strange_seal]
+)
 def test_what_was_changed_is_named(tmp_path: Path, change: Callable[[Run], list[str]]) -> None:
     run = sealed_run(tmp_path / "run")
     assert unsealed(run) == []

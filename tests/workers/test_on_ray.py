@@ -16,6 +16,7 @@ from tiny import DLG, call, toml
 from fedleak.config.loading import load, parse
 from fedleak.flower import inline
 from fedleak.running import pipeline, preparation
+from fedleak.running.dispatch.dispatcher import Crew
 from fedleak.running.workers import on_ray
 from fedleak.running.workers.process import workers
 from fedleak.store.run import Run
@@ -136,7 +137,7 @@ def test_two_raylets_on_loopback_give_the_local_answers(trained, tmp_path):
         shutil.copytree(trained / "runs" / "small", tmp_path / name)
     local = Run(tmp_path / "local")
     with workers(["cpu"], 600) as hands:
-        pipeline.carry_out(local, load(trained / "small.toml"), inline.train, on=hands)
+        pipeline.carry_out(local, load(trained / "small.toml"), inline.train, Crew(hands))
     script = Path(__file__).with_name("ray_on_loopback.py")
     paths = [str(script.parents[2]), str(script.parents[1] / "helpers")]
     done = subprocess.run(

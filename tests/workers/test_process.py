@@ -30,7 +30,7 @@ from fedleak.running import preparation
 from fedleak.running.dispatch import dispatcher
 from fedleak.running.dispatch.progress import RunProgress, UnderWay
 from fedleak.running.workers import process as workers
-from fedleak.running.workers.process import Job, noting, work, work_together
+from fedleak.running.workers.process import Job, noting, work_together
 from fedleak.store.lines import Lines
 from fedleak.store.run import Key, Run
 from fedleak.training.observation import Knowledge
@@ -82,7 +82,8 @@ def calls(tmp_path):
 def attack(run, *others, no_more=lambda: True, on=None, **how):
     """Attacks what is captured, in this process, and returns the rows without times."""
     experiment = parse(TABLE | {"attack": [workers.settings(each) for each in others]})
-    dispatcher.attack_captures(run, experiment, no_more=no_more, on=[on or Here()], **how)
+    crew = dispatcher.Crew([on or Here()], **how)
+    dispatcher.attack_captures(run, experiment, crew, no_more=no_more)
     found = [
         row | {"seconds": None, "seal": None}
         for row in run.rows(Lines("reconstructions.jsonl", dict))
@@ -124,7 +125,7 @@ def test_clients_of_a_round_go_together_in_order(run, patient, tmp_path):
 def test_each_answer_is_what_it_is_alone(run, patient, tmp_path):
     found = of_patient(attack(run, patient(at_once=3)))
     for (round, client), row in found.items():
-        alone = work(job_of(run, patient(at_once=3), client, round), "cpu")
+        (alone,) = work_together([job_of(run, patient(at_once=3), client, round)], "cpu")
         assert alone.together == 1
         kept = json.loads(alone.model_dump_json(include={"sequences", "evidence", "status"}))
         assert kept == {name: row[name] for name in kept}
@@ -166,7 +167,7 @@ def test_what_is_here_is_taken_when_no_more_come(run, patient, tmp_path):
 def test_slow_attacks_wait_until_quick_ones_have_answered(run, patient, monkeypatch):
     monkeypatch.setattr(type(patient()), "slow", True, raising=False)
     experiment = parse(TABLE | {"attack": [workers.settings(patient())]})
-    dispatcher.attack_captures(run, experiment, no_more=lambda: True, on=[Here()])
+    dispatcher.attack_captures(run, experiment, dispatcher.Crew([Here()]), no_more=lambda: True)
     order = [row["attack"] for row in run.rows(Lines("reconstructions.jsonl", dict))]
     assert order == ["probes"] * CLIENTS * ROUNDS + ["patient"] * CLIENTS * ROUNDS
 
@@ -194,7 +195,7 @@ def test_a_run_that_is_killed_after_a_failure_goes_on_alone(run, trained, patien
     attack(
         run,
         patient(at_once=3, poison=1),
-        stop=lambda: bool(run.rows(Lines("attempts.jsonl", dict))),
+        enough=lambda: bool(run.rows(Lines("attempts.jsonl", dict))),
     )
     before = len(calls(tmp_path))
     assert attack(run, patient(at_once=3, poison=1)) == expected
@@ -315,11 +316,11 @@ def test_a_worker_that_is_still_starting_can_be_stopped(run, patient, workers_of
 def test_ctrl_c_waits_for_the_thread_that_hands_out_captures(run, monkeypatch, training):
     heard = []
 
-    def hand_out(*_, no_more, stop, **__):
+    def hand_out(run, experiment, crew, no_more):
         while not (no_more() or training):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
-        while not stop():
+        while not crew.enough():
             time.sleep(0.01)
         time.sleep(0.5)
         heard.append(True)

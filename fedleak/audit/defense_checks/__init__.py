@@ -17,13 +17,7 @@ from typing import Annotated
 import torch
 from pydantic import Field, TypeAdapter
 
-from fedleak.audit.defense_checks.bench import (
-    EXAMPLES,
-    Bench,
-    Test,
-    random_texts,
-    trained_on,
-)
+from fedleak.audit.defense_checks.bench import EXAMPLES, Bench, Test, random_texts, trained_on
 from fedleak.audit.defense_checks.combined_updates import combines
 from fedleak.audit.defense_checks.privacy import counts, guarantees, measured
 from fedleak.audit.defense_checks.sampling import draws

@@ -88,10 +88,15 @@ class Bench:
         update, _ = client.defend(update, lambda _: stream(self.seed, "check", noise))
         return replace(update, tensors=from_wire(to_wire(update.tensors)))
 
+    @property
+    def aggregator(self) -> TrustedAggregator:
+        """The defense, where it makes one update of those of several clients."""
+        assert isinstance(self.defense, TrustedAggregator)
+        return self.defense
+
     def combined(self, updates: Sequence[ClientUpdate], noise: int = 0) -> ClientUpdate:
         """Returns what is seen of the updates of several clients, where that is one update."""
-        assert isinstance(self.defense, TrustedAggregator)
-        return self.defense.combined(updates, rng=self.combining(noise))
+        return self.aggregator.combined(updates, rng=self.combining(noise))
 
     def combining(self, noise: int) -> torch.Generator:
         """Returns the random stream of what is seen of several clients."""

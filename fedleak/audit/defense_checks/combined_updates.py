@@ -17,7 +17,6 @@ from fedleak.audit.defense_checks.bench import (
     zeroed,
 )
 from fedleak.audit.defense_checks.sent_update import DEVIATIONS, noise_tests
-from fedleak.defenses import TrustedAggregator
 from fedleak.defenses.clip import norm_of
 from fedleak.training.observation import ClientUpdate
 
@@ -52,8 +51,7 @@ def combines(bench: Bench) -> Iterator[Test]:
         yield "the capture is the weighted mean of two updates", off < ROUNDING, f"{off:.1g} off"
     if bench.claims.client_norm is not None:
         yield _client_bounded(bench, bench.claims.client_norm, second)
-    assert isinstance(bench.defense, TrustedAggregator)
-    if scale := bench.defense.noise_on_mean(2):
+    if scale := bench.aggregator.noise_on_mean(2):
         again = bench.combined([first, second], noise=1)
         yield from noise_tests(total, again, scale)
         if bench.claims.norm_noise is not None:
@@ -65,12 +63,11 @@ def combines(bench: Bench) -> Iterator[Test]:
 
 def _fresh(bench: Bench, begin: int) -> ClientUpdate:
     """Returns what should be fresh noise in the rounds of two clients that send zeros."""
-    assert isinstance(bench.defense, TrustedAggregator)
     nothing, rounds = zeroed(bench.raw()), range(begin, begin + ROUNDS)
     total = nothing.changed(torch.clone)
     for coefficient, round in zip(bench.claims.carried, reversed(rounds), strict=False):
         earlier = [bench.combining(before) for before in range(begin, round)]
-        seen = bench.defense.corrected(bench.combined([nothing] * 2, round), earlier, 2, {})
+        seen = bench.aggregator.corrected(bench.combined([nothing] * 2, round), earlier, 2, {})
         for name, value in total.tensors.items():
             value.add_(seen.tensors[name], alpha=coefficient)
     return total
@@ -78,9 +75,8 @@ def _fresh(bench: Bench, begin: int) -> ClientUpdate:
 
 def _norm_follows(bench: Bench, deviation: float) -> Test:
     """Tests the noise on the clipping norm of the next round, by two clients that send a zero."""
-    assert isinstance(bench.defense, TrustedAggregator)
     nothing = [ClientUpdate(bench.sends, {"": torch.zeros(1)}, 1)] * 2
-    rounds = (bench.defense.after(nothing, rng=bench.combining(n)) for n in range(NORMS))
+    rounds = (bench.aggregator.after(nothing, rng=bench.combining(n)) for n in range(NORMS))
     norms = [after.update_claims(bench.local, 1).client_norm or 0.0 for after in rounds]
     measured = float(torch.tensor(norms, dtype=torch.float64).log().std())
     off = ((measured / deviation) ** 2 - 1) / math.sqrt(2 / (NORMS - 1))

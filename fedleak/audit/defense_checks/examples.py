@@ -1,7 +1,6 @@
 """Tests by how much one example moves an update, over lengths and norms."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from fedleak.audit.defense_checks.bench import (
     ROUNDING,
@@ -24,16 +23,8 @@ LENGTHS, NORMS, ALIKE = (3, 8, 15, 100), (0.5, 1.5, 30.0, 1e4), (3.0, 30.0)
 all of a batch have, too."""
 
 
-class Examples(NamedTuple):
-    """Examples of a test; their gradients are multiplied by `scales`, or by 1."""
-
-    sequences: Sequence[Sequence[int]]
-    labels: Sequence[int]
-    scales: Sequence[float] = ()
-
-    def without(self, place: int) -> "Examples":
-        """Returns the examples without one of them."""
-        return Examples(*([*part[:place], *part[place + 1 :]] for part in self))
+Scaled = tuple[Sequence[int], int, float]
+"""A text, its class, and what its gradient is multiplied by."""
 
 
 def left_out(bench: Bench, norm: float) -> Test:
@@ -44,18 +35,14 @@ def left_out(bench: Bench, norm: float) -> Test:
     """
     most = norm * bench.local.batch_size
     made = random_texts(bench.model, bench.seed, LENGTHS)
-    texts, labels = made.sequences, made.labels
-    lengths = [
-        norm_of(_trained(bench, Examples([x], [y]), bench.plain))
-        for x, y in zip(texts, labels, strict=True)
-    ]
+    texts = list(zip(made.sequences, made.labels, strict=True))
+    lengths = [norm_of(_trained(bench, [(*text, 1.0)], bench.plain)) for text in texts]
 
-    def batch(places: Sequence[int], norms: Sequence[float]) -> Examples:
-        scales = [
-            norm * most / max(lengths[place], 1e-30)
-            for place, norm in zip(places, norms, strict=True)
-        ]
-        return Examples([texts[i] for i in places], [labels[i] for i in places], scales)
+    def scale(place: int, norm: float) -> float:
+        return norm * most / max(lengths[place], 1e-30)
+
+    def batch(places: Sequence[int], norms: Sequence[float]) -> list[Scaled]:
+        return [(*texts[i], scale(i, norm)) for i, norm in zip(places, norms, strict=True)]
 
     # Each step is as dear as one of training, so of a batch two examples are left out.
     tried = [
@@ -65,31 +52,30 @@ def left_out(bench: Bench, norm: float) -> Test:
     # Where a loss is one of the batch, the short ones weigh more when the long one is gone.
     tried += [(batch([0, 0, 0, 3], [norm] * 4), [3]) for norm in ALIKE]
     if bench.model.task == CLASSIFICATION:
-        scale = NORMS[2] * most / max(lengths[1], 1e-30)
-        tried.append((Examples([texts[1]] * 2, [0, 1], [scale] * 2), [0]))
+        tried.append(([(texts[1][0], label, scale(1, NORMS[2])) for label in (0, 1)], [0]))
     moved, where = 0.0, 0
     for examples, places in tried:
         whole = bench.defended(_trained(bench, examples))
         for place in places:
-            rest = bench.defended(_trained(bench, examples.without(place)))
+            others = [*examples[:place], *examples[place + 1 :]]
+            rest = bench.defended(_trained(bench, others))
             by = distance(whole, rest) - rounded(whole, rest)
             if by > moved:
-                moved, where = by, len(examples.sequences[place])
+                moved, where = by, len(examples[place][0])
     return (
         f"no example of a batch moves the update by more than {norm:g}",
         moved <= norm * (1 + ROUNDING),
         f"the one that moves it most, of {where} tokens, by {moved:.4g}; texts of up to "
-        f"{max(map(len, texts))} tokens and gradients of {NORMS[0]:g} to {NORMS[-1]:g} times the "
-        "limit are tried",
+        f"{max(map(len, made.sequences))} tokens and gradients of {NORMS[0]:g} to {NORMS[-1]:g} "
+        "times the limit are tried",
     )
 
 
-def _trained(bench: Bench, examples: Examples, local: LocalTraining | None = None) -> ClientUpdate:
+def _trained(
+    bench: Bench, examples: Sequence[Scaled], local: LocalTraining | None = None
+) -> ClientUpdate:
     """Returns the update of a client with these examples, before the defense has it."""
-    return trained_on(
-        bench.model,
-        Batch(examples.sequences, examples.labels),
-        local or bench.local,
-        seed=stream_seed(bench.seed, "check", 0),
-        scales=examples.scales,
-    )
+    sequences, labels, scales = zip(*examples, strict=True)
+    seed = stream_seed(bench.seed, "check", 0)
+    texts = Batch(sequences, labels)
+    return trained_on(bench.model, texts, local or bench.local, seed=seed, scales=scales)

@@ -1,39 +1,10 @@
-"""One check of the gate, and how it ended."""
+"""Makes checks of the gate."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 
+from fedleak.store.audits import Check, Outcome
 
-class Outcome(StrEnum):
-    """How one check of the gate ended."""
-
-    WITHIN = "within"
-    """The limit holds, or enough was measured."""
-    EXCEEDED = "exceeded"
-    """The limit does not hold."""
-    UNTOLD = "untold"
-    """Too little was measured to tell."""
-
-
-@dataclass(frozen=True)
-class Check:
-    """One check of the gate.
-
-    Attributes:
-        name: What is checked: a limit, such as `exact`, or what has to be measured for the limits.
-        outcome: How it ended.
-        sentence: What was found, in one line.
-    """
-
-    name: str
-    outcome: Outcome
-    sentence: str
-
-    @property
-    def passed(self) -> bool:
-        """Whether the gate may open, as far as this check goes."""
-        return self.outcome is Outcome.WITHIN
+__all__ = ["Check", "Outcome", "compared", "untold"]
 
 
 def compared(name: str, sentence: str, *, holds: bool) -> Check:

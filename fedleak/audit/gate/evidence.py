@@ -4,8 +4,6 @@ Only what training and attacks wrote is read: captures, answers, the vault, what
 the experiment. What scoring wrote is compared with the new scores, and nothing is written.
 """
 
-import hashlib
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +23,8 @@ from fedleak.store.records import Answer, LeakageRow, ScoredRows, TextScore
 from fedleak.store.run import Run
 from fedleak.store.summaries import SUMMARY, RunSummary
 from fedleak.util.errors import CaptureError, ConfigError, FedleakError
+from fedleak.util.lists import first_of
+from fedleak.util.nested import digest
 
 AGREEMENT = 1e-9
 """Relative difference that the order of additions makes on another machine."""
@@ -71,7 +71,7 @@ class Evidence:
     def digest(self, limits: Any) -> str:
         """Returns a mark of the experiment, the limits and all figures, in 16 hex digits."""
         value = [self.experiment.fingerprint, limits, self.mark, _figures(self.summary)]
-        return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+        return digest(value)[:16]
 
 
 def gather(run: Run) -> Evidence:
@@ -89,16 +89,9 @@ def gather(run: Run) -> Evidence:
     # An attack that has answered anything has to have answered for all.
     names = [named.name for named in experiment.attacks]
     names += sorted({answer.attack for answer in recorded.answers} - {*names})
-    scores = scoring.score(run, recorded, names)
-    return Evidence(
-        run,
-        experiment,
-        purged,
-        recorded.answers,
-        scores.rows,
-        scores.summary,
-        largest_client(run, experiment),
-    )
+    scores, largest = scoring.score(run, recorded, names), largest_client(run, experiment)
+    answers = recorded.answers
+    return Evidence(run, experiment, purged, answers, scores.rows, scores.summary, largest)
 
 
 def recounted(evidence: Evidence, rows: Sequence[LeakageRow]) -> Evidence:
@@ -149,9 +142,8 @@ def own(evidence: Evidence) -> Check:
 def genuine(evidence: Evidence) -> Check:
     """Checks that fedleak wrote on this machine what figures rest on, and nobody changed it."""
     changed = [*unsealed(evidence.run), *positive_control.unsealed_copies(evidence.run)]
-    more = f" and {len(changed) - NAMED} more" if len(changed) > NAMED else ""
     lacks = [
-        f"{', '.join(changed[:NAMED])}{more}: fedleak did not write that on this machine, or "
+        f"{first_of(changed, NAMED)}: fedleak did not write that on this machine, or "
         "somebody changed it since: run the experiment here, or share the key of the machine that "
         "did (FEDLEAK_SEAL_KEY)"
     ]

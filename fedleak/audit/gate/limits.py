@@ -10,11 +10,12 @@ from fedleak.audit.gate.evidence import Evidence
 from fedleak.audit.kept_texts import read_held_out
 from fedleak.audit.metrics.utility import evaluate
 from fedleak.config.tables import GateTable
-from fedleak.federation.schedule import clients_of_round
+from fedleak.federation.schedule import updates
 from fedleak.models import loading
 from fedleak.store.summaries import CanarySummary, Estimate, MeanOfClients, RunSummary, WorstCase
 from fedleak.training.privacy import NONE
 from fedleak.util.errors import FedleakError
+from fedleak.util.lists import first_of
 
 
 class Leak(NamedTuple):
@@ -28,6 +29,9 @@ class Leak(NamedTuple):
     figure: str
     says: str
 
+
+NAMED = 10
+"""How many clients are named where there are more."""
 
 SEQUENCES = frozenset({"exact", "rougeL", "personal_data"})
 """Limits that need attacks which name texts, and not only words."""
@@ -200,13 +204,9 @@ def _epsilon(limit: float, evidence: Evidence) -> Check:
     An epsilon is computed, not estimated, so it has no interval.
     """
     privacy, experiment = evidence.summary.privacy, evidence.experiment
-    trained = {
-        client
-        for round in range(1, experiment.federation.rounds + 1)
-        for client in clients_of_round(experiment, round)
-    }
+    trained = {key.client for key in updates(experiment)}
     if without := sorted(trained - {row.client for row in evidence.rows.ledger}):
-        return untold("epsilon", [f"the ledger has no clients {listed(without)}"], "")
+        return untold("epsilon", [f"the ledger has no clients {first_of(without, NAMED)}"], "")
     if privacy is None or privacy.epsilon == NONE:
         return Check("epsilon", Outcome.UNTOLD, f"nothing is guaranteed; limit {limit:g}")
     sentence = (
@@ -275,10 +275,3 @@ def _evaluated(evidence: Evidence) -> Mapping[str, float | None]:
     model = loading.load(experiment.model_spec(run.info()["num_labels"]), weights=False)
     models.lend_parameters_(model, run.models.read_model(experiment.federation.rounds + 1))
     return evaluate(model, held_out.sequences, held_out.labels)
-
-
-def listed(clients: Sequence[int]) -> str:
-    """Returns the first few clients, and how many more there are."""
-    named = 10
-    more = f" and {len(clients) - named} more" if len(clients) > named else ""
-    return ", ".join(map(str, clients[:named])) + more

@@ -1,13 +1,13 @@
 """Asks whether enough was measured for the limits to say anything."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
 from fedleak.attacks.reconstruction import Status
 from fedleak.audit.estimates import Largest
 from fedleak.audit.gate.check import Check, compared, untold
 from fedleak.audit.gate.evidence import Evidence
-from fedleak.audit.gate.limits import SEQUENCES, Case, listed, worst_cases
+from fedleak.audit.gate.limits import NAMED, SEQUENCES, Case, worst_cases
 from fedleak.audit.metrics import intervals
 from fedleak.audit.vault import text_count
 from fedleak.config.components import listed_as
@@ -17,6 +17,7 @@ from fedleak.federation.schedule import captures_made
 from fedleak.store.records import UNSCORED, LeakageRow, text_counts
 from fedleak.store.run import EVERYONE, Key
 from fedleak.store.summaries import SURE
+from fedleak.util.lists import first_of, grouped
 
 FOUND_ALL, MOST_WRONG = 1.0, 0.5
 """Tokens are found if all are, and at most half of those that are named are wrong."""
@@ -70,17 +71,15 @@ def _clients(evidence: Evidence) -> Check:
         return tuple(experiment.defenses_of(client))
 
     known = set(map(defenses, attacked))
-    groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for client in sorted(trained - attacked):
-        if defenses(client) not in known:
-            groups[defenses(client)].append(client)
     lacks = []
-    for places, clients in groups.items():
+    for places, clients in grouped(sorted(trained - attacked), defenses).items():
+        if places in known:
+            continue
         kinds = [experiment.defenses_of(clients[0])[place].kind for place in places]
         used = " and ".join(kinds) or "no defense"
         lacks.append(
-            f"clients {listed(clients)} use {used} and were never attacked, and no client like "
-            "them was: add one to threat.clients"
+            f"clients {first_of(clients, NAMED)} use {used} and were never attacked, and no client "
+            "like them was: add one to threat.clients"
         )
     sentence = f"every client was attacked, or one with the same defenses: {len(attacked)} of them"
     if EVERYONE in attacked:
@@ -161,15 +160,16 @@ def _alarms(rows: Sequence[LeakageRow], leaks: Collection[str]) -> Check:
 
 def _below_control(rows: Sequence[LeakageRow]) -> Iterator[str]:
     """Yields the attacks whose answers fit the updates of other clients better than their own."""
-    apart: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for row in rows:
-        if row.rougeL is not None and row.control_rougeL is not None:
-            apart[row.attack][row.client].append(row.rougeL - row.control_rougeL)
-    for attack, by_client in sorted(apart.items()):
-        differences = [sum(values) / len(values) for values in by_client.values()]
+    with_control = (row for row in rows if None not in (row.rougeL, row.control_rougeL))
+    by_attack = grouped(with_control, lambda row: row.attack)
+    for attack, of_attack in sorted(by_attack.items()):
+        differences = [
+            sum((row.rougeL or 0.0) - (row.control_rougeL or 0.0) for row in own) / len(own)
+            for own in grouped(of_attack, lambda row: row.client).values()
+        ]
         below = sum(difference < 0 for difference in differences)
         above = sum(difference > 0 for difference in differences)
-        if below > above and len(apart) * intervals.sign_test(differences) <= SURE:
+        if below > above and len(by_attack) * intervals.sign_test(differences) <= SURE:
             yield (
                 f"{attack} reads less of an update than its answer for another client's update "
                 f"holds, for {below} of {len(differences)} clients: its answers are not of the "
@@ -179,10 +179,8 @@ def _below_control(rows: Sequence[LeakageRow]) -> Iterator[str]:
 
 def _tokens_unread(rows: Sequence[LeakageRow]) -> Iterator[str]:
     """Yields a sentence for each attack that found tokens of which sequences hold few."""
-    by_update: dict[Key, list[LeakageRow]] = defaultdict(list)
-    for row in rows:
-        if row.token_recall is not None:
-            by_update[row.key].append(row)
+    searched = (row for row in rows if row.token_recall is not None)
+    by_update = grouped(searched, lambda row: row.key)
     finders: Counter[str] = Counter()
     for of_update in by_update.values():
         sequences = [row.token_recall or 0.0 for row in of_update if row.rougeL is not None]
@@ -277,5 +275,7 @@ def _canary(evidence: Evidence) -> Check:
     if canary.alarms:
         return compared(name, "; ".join(canary.alarms), holds=False)
     without = sorted(clients - {row.client for row in canary.bounds})
-    lacks = [f"clients without a scored canary: {listed(without)}"] if without else []
-    return untold(name, lacks, f"canaries of all {len(clients)} clients were scored")
+    lacks = [f"clients without a scored canary: {first_of(without, NAMED)}"]
+    return untold(
+        name, lacks if without else (), f"canaries of all {len(clients)} clients were scored"
+    )

@@ -46,16 +46,14 @@ def normal(x: Floats) -> Floats:
     """Returns the distribution function of the difference of two normal variables, variance 1."""
     from scipy.special import ndtr  # it takes a while to import
 
-    values: Floats = ndtr(x)
-    return values
+    return np.asarray(ndtr(x))
 
 
 def laplace(x: Floats) -> Floats:
     """Returns that of the difference of two Laplace variables, variance 1."""
     far = 2 * np.abs(x)
     tail = 0.25 * np.exp(-far) * (2 + far)
-    values: Floats = np.where(x < 0, tail, 1 - tail)
-    return values
+    return np.asarray(np.where(x < 0, tail, 1 - tail))
 
 
 def tests(
@@ -122,8 +120,7 @@ def _by_chance(correlations: Floats, numbers: Floats) -> Floats:
     from scipy.stats import t
 
     r = np.clip(correlations, -1 + 1e-15, 1 - 1e-15)
-    p: Floats = 2 * t.sf(np.abs(r) * np.sqrt((numbers - 1) / (1 - r**2)), numbers - 1)
-    return p
+    return np.asarray(2 * t.sf(np.abs(r) * np.sqrt((numbers - 1) / (1 - r**2)), numbers - 1))
 
 
 def _between(tensors: list[Floats]) -> NoiseTest:

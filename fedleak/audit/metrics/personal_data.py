@@ -135,13 +135,10 @@ def _is_number_of(kind: str, words: str) -> bool:
     if kind == "IBAN":
         return int("".join(map(str, digits[4:] + digits[:4]))) % 97 == 1
     if kind == "card number":
-        return sum(map(lambda d: d - 9 * (d > 9), _doubled(digits))) % 10 == 0
+        # Every other one is doubled, beginning with the last but one.
+        doubled = (digit * (1 + place % 2) for place, digit in enumerate(reversed(digits)))
+        return sum(digit - 9 * (digit > 9) for digit in doubled) % 10 == 0
     return True
-
-
-def _doubled(digits: Sequence[int]) -> list[int]:
-    """Returns digits, every other one doubled, beginning with the last but one."""
-    return [digit * (1 + place % 2) for place, digit in enumerate(reversed(digits))]
 
 
 def _listed(path: Path, model: LanguageModel) -> Recogniser:

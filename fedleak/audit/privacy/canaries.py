@@ -16,7 +16,6 @@ kinds: the mechanism does not do what the ledger says.
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,10 +25,10 @@ from typing import NamedTuple
 import numpy as np
 
 from fedleak.audit.gaps import Gaps
+from fedleak.audit.score_files import Recorded
 from fedleak.audit.vault import read_truth, summed_clients, weight
 from fedleak.config.experiment import Experiment
 from fedleak.federation import canaries
-from fedleak.models import LanguageModel
 from fedleak.privacy.canaries import Floats, log_ratios, scores
 from fedleak.privacy.lower_bounds import (
     UNBOUNDED_MU,
@@ -46,6 +45,7 @@ from fedleak.training.planted import DUMMIES
 from fedleak.training.truth import GroundTruth
 from fedleak.util.errors import CaptureError
 from fedleak.util.finite import all_finite
+from fedleak.util.lists import grouped
 
 CONFIDENCE = 0.95
 """With which each kind of bound holds in all cells."""
@@ -62,33 +62,25 @@ LOUD_NOISE = 0.97
 which is much the same in every round."""
 
 
-def canary_rows(
-    run: Run,
-    experiment: Experiment,
-    model: LanguageModel,
-    gaps: Gaps,
-    earlier: Iterable[CanaryRow],
-) -> list[CanaryRow]:
+def canary_rows(run: Run, recorded: Recorded, gaps: Gaps) -> list[CanaryRow]:
     """Returns the rows of canaries.jsonl: the scores in each update whose capture is here.
 
     What was scored earlier stays where the capture or the coins are gone.
     """
-    rows = {row.key: row for row in earlier}
-    if experiment.canary is None:
+    rows = {row.key: row for row in recorded.earlier.canary}
+    if recorded.experiment.canary is None:
         return []
     for captured in run.captures.all_keys():
         try:
-            rows |= {row.key: row for row in _scored(run, experiment, model, captured, gaps)}
+            rows |= {row.key: row for row in _scored(run, recorded, captured, gaps)}
         except CaptureError as error:
             gaps.missing.append(f"canaries of {captured} cannot be scored: {error}")
     return [rows[key] for key in sorted(rows)]
 
 
-def _scored(
-    run: Run, experiment: Experiment, model: LanguageModel, captured: Key, gaps: Gaps
-) -> Iterator[CanaryRow]:
+def _scored(run: Run, recorded: Recorded, captured: Key, gaps: Gaps) -> Iterator[CanaryRow]:
     """Yields a row for each client whose canaries may be in a capture."""
-    clients = [captured.client]
+    experiment, model, clients = recorded.experiment, recorded.model, [captured.client]
     if captured.client == EVERYONE:
         clients = summed_clients(run, experiment, captured.round)
     capture: Capture | None = None
@@ -106,7 +98,7 @@ def _scored(
             if not all(map(all_finite, capture.update.tensors.values())):
                 raise CaptureError(f"not every number of {captured} is finite")
             noise_share = _noise_share(capture.update, read_truth(run, captured))
-        yield _row(run, experiment, model, capture, truth, noise_share)
+        yield _row(run, recorded, capture, truth, noise_share)
 
 
 def _noise_share(update: ClientUpdate, truth: GroundTruth | None) -> float | None:
@@ -119,16 +111,12 @@ def _noise_share(update: ClientUpdate, truth: GroundTruth | None) -> float | Non
 
 
 def _row(
-    run: Run,
-    experiment: Experiment,
-    model: LanguageModel,
-    capture: Capture,
-    truth: GroundTruth,
-    noise_share: float | None,
+    run: Run, recorded: Recorded, capture: Capture, truth: GroundTruth, noise_share: float | None
 ) -> CanaryRow:
-    coins, update, key = truth.canaries, capture.update, Key(truth.round, truth.client)
+    experiment, coins, update = recorded.experiment, truth.canaries, capture.update
+    key = Key(truth.round, truth.client)
     assert coins is not None
-    where = canaries.places(experiment, key.client, key.round, model)
+    where = canaries.places(experiment, key.client, key.round, recorded.model)
     if len(coins.inside) != where.count or min(coins.steps, coins.uses) < 1:
         raise CaptureError(f"what the vault says of the canaries of {key} is not of this run")
     # A delta goes against the gradient.
@@ -141,31 +129,16 @@ def _row(
         summed = capture.key.client == EVERYONE and not coins.joined
         counts = weight(truth, experiment) / update.num_examples if summed else 1.0
         values_SK += counts * differences_SK.numpy()
+    witnesses = canaries.witnesses(experiment, where.sizes)
     return CanaryRow(
-        round=key.round,
-        client=key.client,
-        slot=coins.slot,
-        whole=coins.whole,
+        **key._asdict(),
         audited_copy=coins.copy,
-        rate=coins.rate,
-        steps=coins.steps,
-        uses=coins.uses,
-        drawn=coins.drawn,
-        alike=coins.alike,
-        joined=coins.joined,
         numbers=where.numbers,
         noise_share=noise_share,
-        inside=coins.inside,
         scores=tuple((sign * scores(values_SK, where.directions())).tolist()),
-        witnesses=_witnessed(experiment, update, where.sizes),
+        witnesses=tuple(witnesses.score(update.tensors).tolist()),
+        **vars(coins),
     )
-
-
-def _witnessed(
-    experiment: Experiment, update: ClientUpdate, sizes: Mapping[str, int]
-) -> tuple[float, ...]:
-    where = canaries.witnesses(experiment, sizes)
-    return tuple(where.score(update.tensors).tolist())
 
 
 @dataclass(frozen=True)
@@ -234,10 +207,7 @@ class Tally:
 
     @cached_property
     def _slots(self) -> Mapping[int, Sequence[CanaryRow]]:
-        slots: dict[int, list[CanaryRow]] = defaultdict(list)
-        for row in self.rows:
-            slots[row.slot].append(row)
-        return slots
+        return grouped(self.rows, lambda row: row.slot)
 
     @cached_property
     def coins(self) -> list[bool]:
@@ -272,11 +242,8 @@ class Tally:
 def tallies(rows: Iterable[CanaryRow], ledger: Sequence[LedgerRow]) -> list[Tally]:
     """Returns each client's canaries with what its ledger says of the same rounds."""
     spent = {(row.client, row.round, row.unit): row for row in ledger}
-    of_client: dict[int, list[CanaryRow]] = defaultdict(list)
-    for row in rows:
-        of_client[row.client].append(row)
     tallied = []
-    for client, own in sorted(of_client.items()):
+    for client, own in sorted(grouped(rows, lambda row: row.client).items()):
         unit = "client" if own[0].whole else "example"
         ledger_row = spent.get((client, max(row.round for row in own), unit))
         announced = ledger_row is not None and ledger_row.epsilon != privacy.NONE
@@ -438,11 +405,11 @@ def _loud_steps(steps: Sequence[_Steps], delta: float) -> Iterator[str]:
     A third of the error is for all canaries together, one for those of each client, and one for
     those that are clipped alike in an update: a clip may be wrong for some norms or lengths alone.
     """
-    of_client, of_group = defaultdict(list), defaultdict(list)
-    for step in steps:
-        of_client[f"client {step.key.client}"].append(step)
-        of_group[f"{step.key}, every {DUMMIES} from number {step.group}"].append(step)
-    for cells in ({"all clients": steps}, of_client, of_group):
+    for cells in (
+        {"all clients": steps},
+        grouped(steps, lambda s: f"client {s.key.client}"),
+        grouped(steps, lambda s: f"{s.key}, every {DUMMIES} from number {s.group}"),
+    ):
         alpha = ALARM / TESTS / 3 / max(1, len(cells))
         for who, cell in cells.items():
             spent = max((gaussian_epsilon(1 / step.noise, delta) for step in cell), default=0.0)
@@ -473,9 +440,7 @@ def _reused_noise(tallied: Sequence[Tally], *, sums: bool) -> list[str]:
     if sums:  # all clients of a round have the same capture
         rows = list({row.round: row for row in rows}.values())
     # Clients who send less may have fewer witnesses.
-    alike: dict[int, list[CanaryRow]] = defaultdict(list)
-    for row in rows:
-        alike[len(row.witnesses)].append(row)
+    alike = grouped(rows, lambda row: len(row.witnesses))
     pairs = sum(len(group) * (len(group) - 1) // 2 for group in alike.values())
     for group in alike.values():
         scores_UW = np.array([row.witnesses for row in group])

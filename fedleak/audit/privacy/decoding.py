@@ -8,7 +8,6 @@ outputs alone. Here the tokens that it may choose are those that the later model
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.nn import functional as F
 
 from fedleak.federation.secrets import Secret
 from fedleak.models import LanguageModel, pad
+from fedleak.util.lists import grouped
 
 BATCH = 32
 
@@ -67,9 +67,8 @@ def written(
         beams: Texts that the search keeps, of which the likeliest is the answer; 1: it is greedy.
         before: The model to contrast with; None: none.
     """
-    by_length: dict[int, list[int]] = defaultdict(list)  # so that no beginning is padded
-    for place, secret in enumerate(asked):
-        by_length[secret.prompt].append(place)
+    # So that no beginning is padded.
+    by_length = grouped(range(len(asked)), lambda place: asked[place].prompt)
     came: dict[int, bool] = {}
     for places in by_length.values():
         for start in range(0, len(places), BATCH):

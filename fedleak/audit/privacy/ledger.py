@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
-from pydantic import BaseModel, ValidationError, model_validator
+from pydantic import BaseModel, model_validator
 
 from fedleak import defenses
 from fedleak.audit.gaps import Gaps
@@ -13,13 +13,11 @@ from fedleak.config.experiment import Experiment
 from fedleak.federation.lookup import client_sizes, dropped_out
 from fedleak.federation.schedule import clients_of_round, key_of_sum
 from fedleak.privacy.sampling import least_likely
-from fedleak.store.lines import Measured
-from fedleak.store.records import DefenseRow, LedgerRow
+from fedleak.store.records import DefenseFigures, DefenseRow, Guarantee, LedgerRow
 from fedleak.store.run import Key, Run
-from fedleak.store.summaries import DefenseMeans, Guarantee
 from fedleak.training import privacy
 from fedleak.training.privacy import Event, Spent
-from fedleak.util.errors import FedleakError
+from fedleak.util.lists import grouped
 
 UNLIKELY = 1e-6
 """How often a sampler that does what the ledger says is accused."""
@@ -30,13 +28,6 @@ takes powers of two and the last, and the faster accountant the others."""
 
 CONTRADICTED = "the mechanism does not do what the ledger says"
 """How each sentence ends that ends a run with status 1."""
-
-
-class _DefenseNote(Measured):
-    """What one defense did to one update; its figures are by name."""
-
-    defense: int
-    kind: str
 
 
 class ClientNote(BaseModel):
@@ -50,7 +41,7 @@ class ClientNote(BaseModel):
         drawn: Which of them each private step took; none: an older version did not write it down.
     """
 
-    defenses: list[_DefenseNote]
+    defenses: list[DefenseFigures]
     training: dict[str, float | None]
     events: list[Event]
     records: int = 0
@@ -62,21 +53,6 @@ class ClientNote(BaseModel):
         if any(not 0 <= record < self.records for step in self.drawn for record in step):
             raise ValueError(f"drawn: a record is not one of {self.records}")
         return self
-
-
-def client_notes(run: Run, gaps: Gaps) -> dict[Key, ClientNote | None]:
-    """Returns what clients' defenses did; None where the file is damaged."""
-    notes: dict[Key, ClientNote | None] = {}
-    for key in run.defended.all_keys():
-        try:
-            notes[key] = ClientNote.model_validate(run.defended.read_note(key))
-        except (FedleakError, ValidationError):
-            notes[key] = None
-            gaps.missing.append(
-                f"{run.defended.path(key)} is damaged: what was counted with it "
-                "stays, and only `fedleak run FILE --fresh` writes such a file again"
-            )
-    return notes
 
 
 def ledger(
@@ -94,9 +70,7 @@ def ledger(
     """
     table = experiment.privacy
     truths, captured = set(run.vault.all_keys()), set(run.captures.all_keys())
-    earlier: dict[Key, list[LedgerRow]] = defaultdict(list)
-    for row in before:
-        earlier[row.key].append(row)
+    earlier = grouped(before, lambda row: row.key)
     events: dict[int, list[Event]] = defaultdict(list)
     counted: Counter[int] = Counter()
     last = {key.client: key.round for key in sorted(notes)}
@@ -230,8 +204,7 @@ def _large_delta(
 
 def _ledger_row(key: Key, spent: Spent, accountant: str) -> LedgerRow:
     return LedgerRow(
-        round=key.round,
-        client=key.client,
+        **key._asdict(),
         epsilon=spent.epsilon if math.isfinite(spent.epsilon) else privacy.NONE,
         delta=spent.delta,
         accountant=accountant,
@@ -294,21 +267,14 @@ def _reports_training(kind: str) -> bool:
     return defense is not None and defense.reports_training
 
 
-def defense_means(rows: Sequence[DefenseRow]) -> tuple[DefenseMeans, ...]:
+def defense_means(rows: Sequence[DefenseRow]) -> tuple[DefenseFigures, ...]:
     """Returns for each defense the means of its figures over all updates that have them."""
-    by_defense: dict[tuple[int, str], dict[str, list[float]]] = defaultdict(
-        lambda: defaultdict(list)
-    )
-    for row in rows:
-        of_defense = by_defense[row.defense, row.kind]
-        for name, value in row.figures.items():
-            if value is not None:
-                of_defense[name].append(value)
-    return tuple(
-        DefenseMeans(
-            defense=number,
-            kind=kind,
-            **{name: sum(values) / len(values) for name, values in sorted(figures.items())},
-        )
-        for (number, kind), figures in sorted(by_defense.items())
-    )
+    means = []
+    for (number, kind), own in sorted(grouped(rows, lambda row: (row.defense, row.kind)).items()):
+        figures = {}
+        for name in sorted({name for row in own for name in row.figures}):
+            values = [value for row in own if (value := row.figures.get(name)) is not None]
+            if values:
+                figures[name] = sum(values) / len(values)
+        means.append(DefenseFigures(defense=number, kind=kind, **figures))
+    return tuple(means)

@@ -29,15 +29,10 @@ from fedleak.audit.privacy.membership import shares_won
 from fedleak.config.experiment import Experiment
 from fedleak.federation.secrets import secrets
 from fedleak.models import loading
+from fedleak.store import summaries
 from fedleak.store.records import PUBLISHED, PublishedRow
 from fedleak.store.run import Run
-from fedleak.store.summaries import (
-    Estimate,
-    Measure,
-    PublishedFigure,
-    PublishedRound,
-    PublishedSummary,
-)
+from fedleak.store.summaries import Estimate, PublishedRound, PublishedSummary
 
 MOST_EXACT = 40_000
 """Pairs of a secret and a twin up to which the distribution of the test is counted out."""
@@ -92,7 +87,7 @@ def summarised(experiment: Experiment, rows: Sequence[PublishedRow]) -> Publishe
     rows = sorted(rows, key=lambda row: row.round)
     scores, counts = _scores(rows), sorted({*rows[0].counts} - {0})
     cells = len(counts) * sum(map(len, scores[1:]))
-    rounds: dict[tuple[Measure, int, str], list[PublishedRound]] = defaultdict(list)
+    rounds: dict[tuple[summaries.Measure, int, str], list[PublishedRound]] = defaultdict(list)
     for row, by_name in zip(rows, scores, strict=True):
         for count in counts:
             for name, values in by_name.items():
@@ -100,7 +95,7 @@ def summarised(experiment: Experiment, rows: Sequence[PublishedRow]) -> Publishe
             for name, written in row.written.items():
                 rounds["extracted", count, name].append(_extracted(row, written, count))
     figures = [
-        PublishedFigure(
+        summaries.PublishedFigure(
             count=count,
             measure=measure,
             by=name,

@@ -22,9 +22,9 @@ from fedleak.report.tables.published import published_table
 from fedleak.report.terminal.table import print_table
 from fedleak.report.words import MALICIOUS, few_digits, in_words, percent
 from fedleak.store.lines import Measured
-from fedleak.store.records import LEDGER
+from fedleak.store.records import LEDGER, Guarantee
 from fedleak.store.run import Run
-from fedleak.store.summaries import SUMMARY, Guarantee, RunSummary
+from fedleak.store.summaries import SUMMARY, RunSummary
 from fedleak.training.privacy import NONE
 from fedleak.util.sanitise import markup, printable
 

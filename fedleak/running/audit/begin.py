@@ -1,7 +1,5 @@
 """Opens the run of an audit, or goes on with one that was stopped."""
 
-import hashlib
-import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -32,6 +30,7 @@ from fedleak.running.audit.plan import (
     with_threat,
 )
 from fedleak.running.audit.rehearsal import attack_timings, rehearse, timed
+from fedleak.running.dispatch.dispatcher import Crew
 from fedleak.running.dispatch.progress import RunProgress
 from fedleak.running.pipeline import Engine
 from fedleak.running.workers.process import Worker, devices
@@ -39,6 +38,7 @@ from fedleak.store.audits import AUDIT, REHEARSAL, Audit, AuditPart, Rehearsal, 
 from fedleak.store.run import Run
 from fedleak.store.shards import read_answers
 from fedleak.util.errors import ConfigError
+from fedleak.util.nested import digest
 
 Report = Callable[[RunProgress], None]
 
@@ -68,21 +68,12 @@ class Opened:
 
     def carry_out(self, train: Engine, report: Report, on: Sequence[Worker]) -> list[Scored]:
         """Trains, attacks and scores, as far as that is not done yet and there is time for it."""
-        run, experiment, enough = self.run, self.experiment, self.time.is_up
+        run, experiment, crew = self.run, self.experiment, Crew(on, report, self.time.is_up)
         control = not positive_control.is_undefended(experiment)
         if not self.trains:
-            return pipeline.attack_again(
-                run, experiment, control=control, report=report, on=on, enough=enough
-            )
+            return pipeline.attack_again(run, experiment, crew, control=control)
         return pipeline.carry_out(
-            run,
-            experiment,
-            train,
-            report,
-            on,
-            control=control,
-            findings=self.findings,
-            enough=enough,
+            run, experiment, train, crew, control=control, findings=self.findings
         )
 
 
@@ -139,7 +130,7 @@ def open_experiment(
     timings = _rehearsed_before(folder, source)
     if timings is None:
         tell("rehearsing with one client, which tells how long the rest takes")
-        timings = rehearse(whole, folder.path, train, on, report, time.is_up)
+        timings = rehearse(whole, folder.path, train, Crew(on, report, time.is_up))
         # What a refusal of the plan must not throw away.
         folder.write(REHEARSAL, Rehearsal(source=source, timings=timings))
     timings = timings.model_copy(update={"rehearsal": now() - time.begun})
@@ -236,7 +227,7 @@ def _first_update(
     clients = [keys[0].client] if experiment.sees == "updates" else None
     first = with_threat(experiment, [keys[0].round], clients)
     control = not positive_control.is_undefended(experiment)
-    pipeline.attack_again(run, first, control=control, report=report, on=on)
+    pipeline.attack_again(run, first, Crew(on, report), control=control)
     answers, copies = read_answers(run), positive_control.control_of(run)
     given = read_answers(copies) if copies.exists() else []
     timings = Timings(rehearsal=now() - begun, around=0.0, **attack_timings(answers, given))
@@ -281,5 +272,4 @@ def _planned_before(run: Run, source: str, time: Time) -> Audit:
 
 def mark(experiment: Experiment) -> str:
     """Returns a mark of what is audited, in 16 hex digits; limits and workers do not count."""
-    table = experiment.model_dump(mode="json", exclude={"gate", "workers"})
-    return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()[:16]
+    return digest(experiment.model_dump(mode="json", exclude={"gate", "workers"}))[:16]

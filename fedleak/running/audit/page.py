@@ -10,7 +10,7 @@ from fedleak.report.html.render import render
 from fedleak.report.html.run_page import run_page
 from fedleak.running import reports
 from fedleak.running.audit.begin import Opened
-from fedleak.store.audits import AUDIT, Audit, AuditPage, GateCheck
+from fedleak.store.audits import AUDIT, Audit, AuditPage
 from fedleak.store.files import replace
 from fedleak.store.summaries import SUMMARY
 
@@ -33,12 +33,8 @@ def finish(opened: Opened, scored: Sequence[Scored]) -> tuple[Audit, Verdict]:
     took = audit.seconds
     if took is None and not audit.interrupted:
         took = now() - opened.time.begun
-    listed = (
-        GateCheck(name=check.name, outcome=str(check.outcome), sentence=check.sentence)
-        for check in checks
-    )
     cut = opened.time.is_up() and bool(run.read_document(SUMMARY).missing)
-    audit = audit.model_copy(update={"seconds": took, "cut": cut, "checks": tuple(listed)})
+    audit = audit.model_copy(update={"seconds": took, "cut": cut, "checks": tuple(checks)})
     with run.lock():
         run.write(AUDIT, audit)
         page = run_page(run, scored)

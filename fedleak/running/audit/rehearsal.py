@@ -2,7 +2,6 @@
 
 import itertools
 import shutil
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
@@ -14,15 +13,15 @@ from fedleak.config.components import build_attack
 from fedleak.config.experiment import Experiment
 from fedleak.config.loading import parse
 from fedleak.running import pipeline
-from fedleak.running.dispatch.progress import RunProgress
+from fedleak.running.dispatch.dispatcher import Crew
 from fedleak.running.pipeline import Engine
 from fedleak.running.preparation import prepare
-from fedleak.running.workers.process import Worker
 from fedleak.store.audits import Timings
 from fedleak.store.records import Answer
 from fedleak.store.run import Run
 from fedleak.store.shards import read_answers
 from fedleak.util.errors import ConfigError
+from fedleak.util.lists import grouped
 
 ROUNDS = 3
 """Of a rehearsal: the first one pays for what is loaded once, and the last one for the end."""
@@ -31,26 +30,17 @@ SECONDS = 10.0
 """That an attack gets for an update in a rehearsal."""
 
 
-def rehearse(
-    experiment: Experiment,
-    folder: Path,
-    train: Engine,
-    on: Sequence[Worker],
-    report: Callable[[RunProgress], None] = lambda progress: None,
-    enough: Callable[[], bool] = lambda: False,
-) -> Timings:
+def rehearse(experiment: Experiment, folder: Path, train: Engine, crew: Crew) -> Timings:
     """Runs an experiment in small, attacks one update and its undefended copy, and deletes it all.
 
     Args:
         experiment: What is to be audited, with its attacks.
         folder: Where to, beside the run: it holds private texts.
         train: The engine.
-        on: Workers for the attacks.
-        report: Is told how far it is.
-        enough: Whether all of the audit's time is up.
+        crew: Attacks; it is enough when all of the audit's time is up.
 
     Raises:
-        ConfigError: It is.
+        ConfigError: It is up.
     """
     small, begin = in_small(experiment), now()
     shutil.rmtree(folder, ignore_errors=True)
@@ -67,10 +57,8 @@ def rehearse(
 
     try:
         run, control = prepare(small, folder / small.name), not is_undefended(small)
-        pipeline.carry_out(
-            run, small, watched, report, on, control=control, findings=(), enough=enough
-        )
-        if enough():
+        pipeline.carry_out(run, small, watched, crew, control=control, findings=())
+        if crew.enough():
             raise ConfigError("a rehearsal with one client takes longer: give more --minutes")
         given, copies = read_answers(run), read_answers(control_of(run)) if control else []
     except (KeyboardInterrupt, SystemExit, ConfigError):  # after another error its log says more
@@ -112,16 +100,10 @@ def timed(
     tables = []
     for number, table in enumerate(attacks):
         own = table.get("seconds")
-        if not has_time(number, table) or (own is not None and not (at_most and own > seconds)):
-            tables.append(dict(table))
-        else:
-            tables.append({**table, "seconds": seconds})
+        is_timed = hasattr(build_attack(number, dict(table)).attack, "seconds")
+        changes = is_timed and (own is None or (at_most and own > seconds))
+        tables.append({**table, **({"seconds": seconds} if changes else {})})
     return tables
-
-
-def has_time(number: int, table: Mapping[str, Any]) -> bool:
-    """Whether an attack can be given a time for an update."""
-    return hasattr(build_attack(number, dict(table)).attack, "seconds")
 
 
 def timings_of(
@@ -166,10 +148,8 @@ def attack_timings(answers: Sequence[Answer], of_copies: Sequence[Answer]) -> di
 
 
 def _means(answers: Sequence[Answer]) -> dict[str, float]:
-    seconds = defaultdict(list)
-    for answer in answers:
-        seconds[answer.attack].append(answer.seconds or 0.0)
-    return {name: mean(values) for name, values in seconds.items()}
+    by_attack = grouped(answers, lambda answer: answer.attack)
+    return {name: mean(a.seconds or 0.0 for a in own) for name, own in by_attack.items()}
 
 
 def _late(answers: Sequence[Answer]) -> tuple[str, ...]:

@@ -33,21 +33,11 @@ from fedleak.federation.workload import outline
 from fedleak.report.words import counted
 from fedleak.running import pipeline, preparation
 from fedleak.running import sweep as sweeps
+from fedleak.running.audit import defenses, plan
 from fedleak.running.audit.begin import Opened
-from fedleak.running.audit.defenses import (
-    Candidate,
-    candidates,
-    defended,
-    fewest_units,
-    refuse_without_limits,
-)
-from fedleak.running.audit.plan import (
-    FEWEST_SECONDS,
-    Costs,
-    minutes_for,
-    training_seconds,
-    with_time,
-)
+from fedleak.running.audit.defenses import Candidate
+from fedleak.running.audit.plan import FEWEST_SECONDS, Costs
+from fedleak.running.dispatch.dispatcher import Crew
 from fedleak.running.dispatch.progress import RunProgress
 from fedleak.running.forecast import duration
 from fedleak.running.pipeline import Engine
@@ -133,11 +123,11 @@ def advise(
         FedleakError: A file of the run cannot be read.
     """
     run, experiment = opened.run, stored(opened.run)
-    limits, audit = refuse_without_limits(experiment), run.read_document(AUDIT)
-    needed = fewest_units(limits)
+    limits, audit = defenses.refuse_without_limits(experiment), run.read_document(AUDIT)
+    needed = defenses.fewest_units(limits)
     assert needed is not None  # else it is refused
     model, before = outline(experiment, run.info()["num_labels"]), run.read_document(SUMMARY)
-    wanted = candidates(experiment, model, min(client_sizes(run) or [0]))
+    wanted = defenses.candidates(experiment, model, min(client_sizes(run) or [0]))
     sweep = Sweep(experiment.name + ENDING, {FAMILY: [c.setting.value for c in wanted]}, cells=())
     figure, limits_in_words = utility_of(before), described(experiment)
     rows: dict[str, Tried] = {}
@@ -147,7 +137,7 @@ def advise(
     cells: dict[str, Experiment] = {}
     for candidate in wanted:
         try:
-            made = defended(run, experiment, candidate.setting, model, needed)
+            made = defenses.defended(run, experiment, candidate.setting, model, needed)
             cells[candidate.name] = made
         except ConfigError as error:
             rows[candidate.name] = _not_run(candidate, Trial.IMPOSSIBLE, str(error))
@@ -178,7 +168,7 @@ def advise(
                 rows[name] = _not_run(candidate, Trial.SKIPPED, "no time was left for it")
             else:
                 values = {FAMILY: candidate.setting.value, "seconds": seconds}
-                timed = with_time(cells[name], seconds)
+                timed = plan.with_time(cells[name], seconds)
                 cell = Cell(sweeps.cell_name(values), values, timed)
                 sweep = replace(sweep, cells=(*sweep.cells, cell))
                 with watch(name) as report:
@@ -228,7 +218,7 @@ def _longest(
     )
     copies = 0 if is_undefended(cell) else COPIES
     attacks = Costs.of(cell, of_cell).all(len(expected_captures(cell)), copies, seconds)
-    return training_seconds(cell, of_cell) + attacks / workers
+    return plan.training_seconds(cell, of_cell) + attacks / workers
 
 
 def _seconds(longest: Longest, cells: Sequence[Experiment], room: float) -> float:
@@ -267,8 +257,8 @@ def _outlook(
         yield (
             f"no defense can be shown to keep within the limits in that time: attacks get "
             f"{seconds:g} s for an update, and gate.seconds asks for {wanted:g}. --defend with "
-            f"--minutes {minutes_for(longest(cells[0], wanted))} goes on with time for one, or set "
-            "gate.seconds"
+            f"--minutes {plan.minutes_for(longest(cells[0], wanted))} goes on with time for one, "
+            "or set gate.seconds"
         )
 
 
@@ -285,7 +275,7 @@ def _tried(
     try:
         preparation.prepare(cell.experiment, run.path)
         if not pipeline.finished(run, cell.experiment):
-            pipeline.carry_out(run, cell.experiment, train, enough.noted, on, enough=enough)
+            pipeline.carry_out(run, cell.experiment, train, Crew(on, enough.noted, enough))
     except ConfigError as error:
         return _not_run(candidate, Trial.IMPOSSIBLE, str(error))
     except Exception as error:  # noqa: BLE001 - others can still be tried

@@ -60,6 +60,7 @@ def _difference(first: Result, second: Result) -> str | None:
         ("suite", first.suite, second.suite),
         ("version", first.version, second.version),
         ("fingerprint of the settings", first.fingerprint, second.fingerprint),
+        ("number of settings", len(first.settings), len(second.settings)),
     ):
         if first_value != second_value:
             shown = f"{printable(str(first_value))}, {printable(str(second_value))}"

@@ -8,8 +8,6 @@ So another attack costs no more than itself: the updates are there. What is left
 folder lacks.
 """
 
-import hashlib
-import json
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from fedleak import attacks
-from fedleak.attacks import Equipped
 from fedleak.attacks.reconstruction import Status
 from fedleak.audit.estimates import Largest, largest_client
 from fedleak.audit.summary import attack_summary
@@ -28,21 +25,15 @@ from fedleak.federation.lookup import captures_of
 from fedleak.federation.workload import divide, outline, read_data
 from fedleak.running import preparation
 from fedleak.running import sweep as sweeps
-from fedleak.running.bench.results import (
-    RESULT,
-    Cell,
-    Entry,
-    Result,
-    SettingResult,
-    Together,
-    this_machine,
-)
+from fedleak.running.bench import results
+from fedleak.running.bench.results import Result
 from fedleak.running.bench.suites import Setting, Suite
 from fedleak.running.preparation import Plan
 from fedleak.store.records import LEAKAGE, LeakageRow, text_counts
 from fedleak.store.run import Run
 from fedleak.store.summaries import SweepSummary
 from fedleak.util.errors import ConfigError, unknown
+from fedleak.util.nested import digest
 from fedleak.util.plugins import discover
 from fedleak.util.versions import versions
 
@@ -84,7 +75,7 @@ class Bench:
 
     suite: Suite
     attacks: tuple[NamedAttack, ...]
-    entries: tuple[Entry, ...]
+    entries: tuple[results.Entry, ...]
     ready: Mapping[str, Ready]
     left_out: Mapping[str, str]
 
@@ -136,11 +127,7 @@ def prepare(
     tables = [*({"kind": kind} for kind in attacks.always_on() if kind not in listed), *tables]
     named = tuple(build_attack(i, dict(table)) for i, table in enumerate(tables))
     for named_attack in named:
-        if isinstance(named_attack.attack, Equipped):
-            try:
-                named_attack.attack.check_equipment()
-            except ConfigError as error:
-                raise ConfigError(f"attack {named_attack.name!r}: {error}") from error
+        named_attack.check_equipment()
     ready: dict[str, Ready] = {}
     left_out: dict[str, str] = {}
     names = [setting.name for setting in suite.settings]
@@ -153,7 +140,7 @@ def prepare(
         if setting.needs_assets and assets is None:
             left_out[setting.name] = NEEDS_ASSETS
             continue
-        experiment = setting.experiment([], assets)
+        experiment = setting.with_attacks([], assets)
         try:
             plan = preparation.plan(experiment)
         except ConfigError as error:  # no such model or data here
@@ -194,12 +181,14 @@ def collect(bench: Bench, failures: Mapping[str, str]) -> Result:
         version=bench.suite.version,
         fingerprint=bench.suite.fingerprint,
         versions=versions(),
-        machine=this_machine(sorted({row.device for row in rows if row.device is not None})),
+        machine=results.this_machine(
+            sorted({row.device for row in rows if row.device is not None})
+        ),
         attacks=bench.entries,
         settings=settings,
         missing=tuple(missing),
     )
-    Run(bench.sweep.path).write(RESULT, result)
+    Run(bench.sweep.path).write(results.RESULT, result)
     return result
 
 
@@ -248,17 +237,17 @@ def _ready(
         if named_attack.name not in left_out
     ]
     parts = divide(experiment, read_data(experiment), model)
-    digest = hashlib.sha256(json.dumps([parts.sequences, parts.labels, parts.parts]).encode())
-    cell = sweeps.Cell(setting.name, {"setting": setting.name}, setting.experiment(work, assets))
-    return Ready(cell, plan, digest.hexdigest()[:16], left_out)
+    texts = digest([parts.sequences, parts.labels, parts.parts])[:16]
+    cell = sweeps.Cell(setting.name, {"setting": setting.name}, setting.with_attacks(work, assets))
+    return Ready(cell, plan, texts, left_out)
 
 
-def _result(bench: Bench, setting: Setting, failures: Mapping[str, str]) -> SettingResult:
+def _result(bench: Bench, setting: Setting, failures: Mapping[str, str]) -> results.SettingResult:
     """Returns what there is of a setting."""
     ready = None if setting.name in failures else bench.ready.get(setting.name)
     if ready is None or not (run := bench.sweep.run(ready.cell)).exists():
         left_out = {**bench.left_out, **failures}.get(setting.name, "not run yet")
-        return SettingResult(
+        return results.SettingResult(
             name=setting.name,
             about=setting.about,
             fingerprint=setting.fingerprint,
@@ -269,7 +258,7 @@ def _result(bench: Bench, setting: Setting, failures: Mapping[str, str]) -> Sett
     rows = [row for row in run.salvage(LEAKAGE) if row.attack in names]
     largest = largest_client(run, experiment)
     together = worst_case(rows, {}, largest)
-    return SettingResult(
+    return results.SettingResult(
         name=setting.name,
         about=setting.about,
         fingerprint=setting.fingerprint,
@@ -278,7 +267,7 @@ def _result(bench: Bench, setting: Setting, failures: Mapping[str, str]) -> Sett
         updates=len(captures_of(run, experiment)),
         sequences=sum(text_counts(rows).values()),
         cells=tuple(
-            Cell(attack=named_attack.name, left_out=why)
+            results.Cell(attack=named_attack.name, left_out=why)
             if (why := ready.left_out.get(named_attack.name)) is not None
             else _cell(
                 named_attack.name,
@@ -289,23 +278,23 @@ def _result(bench: Bench, setting: Setting, failures: Mapping[str, str]) -> Sett
         ),
         together=None
         if together is None
-        else Together.model_validate(together, from_attributes=True),
+        else results.Together.model_validate(together, from_attributes=True),
     )
 
 
-def _cell(attack: str, rows: Sequence[LeakageRow], largest: Largest) -> Cell:
+def _cell(attack: str, rows: Sequence[LeakageRow], largest: Largest) -> results.Cell:
     why = Counter(row.reason[:LONGEST_REASON] for row in rows if row.status != Status.RECOVERED)
-    return Cell(
+    return results.Cell(
         attack=attack,
         figures=attack_summary(rows, largest),
         reasons=dict(why.most_common(MOST_REASONS)),
     )
 
 
-def _entry(named_attack: NamedAttack, table: Mapping[str, Any]) -> Entry:
+def _entry(named_attack: NamedAttack, table: Mapping[str, Any]) -> results.Entry:
     kind = named_attack.attack.kind
     settings = {key: value for key, value in table.items() if key != "name"}
-    return Entry(
+    return results.Entry(
         name=named_attack.name,
         settings=settings,
         origin=discover(attacks).origins[kind],

@@ -6,22 +6,20 @@ file. Each `[[setting]]` has a `name`, a line `about` it, and the tables that ar
 models and data that are not part of fedleak: their folder is given when the suite is run.
 """
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from fedleak.config import loading
 from fedleak.config.components import LONGEST_NAME, NAME
 from fedleak.config.experiment import Experiment
 from fedleak.config.tables import Positive, Table
-from fedleak.config.wording import one_line
-from fedleak.util.errors import ConfigError, unknown
-from fedleak.util.nested import mapped, merged
+from fedleak.config.wording import checked
+from fedleak.util.errors import ConfigError, about, unknown
+from fedleak.util.nested import digest, mapped, merged
 from fedleak.util.shipped import shipped
 
 FOLDER = shipped("bench")
@@ -35,7 +33,7 @@ _AFTERWARDS = ("name", "attack", "workers", "gate")
 Name = Annotated[str, Field(pattern=f"^{NAME}$", max_length=LONGEST_NAME // 2)]
 
 
-class SettingTable(Table):
+class Setting(Table):
     """`[[setting]]`: one federation whose updates are attacked."""
 
     name: Name
@@ -45,41 +43,25 @@ class SettingTable(Table):
     experiment: dict[str, Any] = {}
     """Its own tables, over those of the suite."""
 
-
-@dataclass(frozen=True)
-class Setting:
-    """A setting of a suite.
-
-    Attributes:
-        name, about: As in the file.
-        tables: Of its experiment, as they are written.
-    """
-
-    name: str
-    about: str
-    tables: Mapping[str, Any]
-
     @property
     def fingerprint(self) -> str:
         """Of the tables."""
-        return _fingerprint(self.tables)
+        return digest(self.experiment)[:16]
 
     @property
     def needs_assets(self) -> bool:
         """Whether it is about models or data that are not part of fedleak."""
-        return ASSETS in json.dumps(self.tables)
+        return ASSETS in json.dumps(self.experiment)
 
-    def experiment(self, attacks: Sequence[Mapping[str, Any]], assets: Path | None) -> Experiment:
+    def with_attacks(self, attacks: Sequence[Mapping[str, Any]], assets: Path | None) -> Experiment:
         """Returns its experiment with these attacks.
 
         Raises:
             ConfigError: A table is not right.
         """
-        tables = {**self.tables, "name": self.name, "attack": list(attacks)}
-        try:
+        tables = {**self.experiment, "name": self.name, "attack": list(attacks)}
+        with about(f"setting {self.name!r}"):
             return loading.parse(loading.expanded(_filled(tables, assets)))
-        except ConfigError as error:
-            raise ConfigError(f"setting {self.name!r}: {error}") from error
 
 
 class Suite(Table):
@@ -95,21 +77,21 @@ class Suite(Table):
     """Tables that all settings share."""
     attack: list[dict[str, Any]]
     """The attacks that are run on every setting."""
-    setting: Annotated[list[SettingTable], Field(min_length=1)]
+    setting: Annotated[list[Setting], Field(min_length=1)]
     """The settings, in the order of the tables of results."""
 
     @property
     def settings(self) -> tuple[Setting, ...]:
         """The settings, each with all of its tables."""
         return tuple(
-            Setting(table.name, table.about, merged(self.experiment, table.experiment))
-            for table in self.setting
+            setting.model_copy(update={"experiment": merged(self.experiment, setting.experiment)})
+            for setting in self.setting
         )
 
     @property
     def fingerprint(self) -> str:
         """Of its settings: two that differ are not one suite, whatever they are called."""
-        return _fingerprint([(setting.name, setting.tables) for setting in self.settings])
+        return digest([(setting.name, setting.experiment) for setting in self.settings])[:16]
 
 
 def load(suite: str) -> Suite:
@@ -127,10 +109,7 @@ def load(suite: str) -> Suite:
         if not path.is_file():
             known = [file.stem for file in FOLDER.glob("*.toml")]
             raise ConfigError(f"{unknown('suite', suite, known)}: or give the path of a file")
-    try:
-        table = Suite.model_validate(loading.read_tables(path))
-    except ValidationError as error:
-        raise ConfigError(f"suite {str(path)!r}: {one_line(error, Suite)}") from error
+    table = checked(Suite, loading.read_tables(path), f"suite {str(path)!r}: ")
     names = [setting.name for setting in table.setting]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"suite {str(path)!r}: two settings are called {twice[0]!r}: rename one")
@@ -174,10 +153,6 @@ def entered(
     if not attacks:
         raise ConfigError("--only leaves out all attacks: name one by --attack or --command")
     return attacks
-
-
-def _fingerprint(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _filled(tables: Any, assets: Path | None) -> Any:

@@ -50,8 +50,7 @@ class Agenda:
         answered: Set[tuple[Key, str]],
         failed: Set[tuple[Key, str]],
     ) -> None:
-        self._quick: list[tuple[Key, int, Work]] = []
-        self._slow: list[tuple[Key, int, Work]] = []
+        self._ready: list[tuple[bool, Key, int, Work]] = []
         self._awaited: dict[Key, list[_Awaited]] = defaultdict(list)
         self._quick_left: set[tuple[Key, str]] = set()
         self._places = itertools.count()
@@ -108,17 +107,16 @@ class Agenda:
     @property
     def ready(self) -> bool:
         """Whether there is something to hand out."""
-        return bool(self._quick or self._slow)
+        return bool(self._ready)
 
     def take(self, *, slow: bool) -> Work | None:
         """Returns the next work, and forgets it; a slow attack only if `slow`."""
-        if self._quick:
-            return heapq.heappop(self._quick)[2]
-        return heapq.heappop(self._slow)[2] if slow and self._slow else None
+        may = self._ready and (slow or not self._ready[0][0])
+        return heapq.heappop(self._ready)[-1] if may else None
 
     def _add(self, place: int, work: Work) -> None:
-        heap = self._slow if is_slow(work.attack.attack) else self._quick
-        heapq.heappush(heap, (work.keys[0], place, work))
+        slow = is_slow(work.attack.attack)  # the quick ones come first
+        heapq.heappush(self._ready, (slow, work.keys[0], place, work))
 
 
 class Arrivals:

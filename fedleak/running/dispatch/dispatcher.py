@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 
 from fedleak.attacks import is_slow
 from fedleak.attacks.reconstruction import Reconstruction, Status
@@ -18,16 +19,9 @@ from fedleak.running.dispatch.agenda import Agenda, Arrivals, Work, groups, part
 from fedleak.running.dispatch.progress import Finished, Pace, RunProgress, UnderWay
 from fedleak.running.dispatch.retention import Retention
 from fedleak.running.preparation import refuse_purged
+from fedleak.running.workers import process
 from fedleak.running.workers.hiring import hire
-from fedleak.running.workers.process import (
-    Job,
-    Task,
-    Worker,
-    answer_of,
-    failure,
-    trace,
-    wait_for_any,
-)
+from fedleak.running.workers.process import Job, Task, Worker
 from fedleak.store import records, shards
 from fedleak.store.records import ATTEMPTS, Answer, Attempt
 from fedleak.store.run import Key, Run
@@ -44,14 +38,31 @@ TRIES = 3
 POLL_SECONDS = 0.05
 
 
+@dataclass(frozen=True)
+class Crew:
+    """Who attacks the captures of a run, who is told of it, and when it is enough.
+
+    Attributes:
+        workers: Lent for it; None: as many as the experiment asks for, for this run only.
+        report: Is told how far the run is.
+        enough: Is asked now and then whether to end as it is.
+    """
+
+    workers: Sequence[Worker] | None = None
+    report: Callable[[RunProgress], None] = lambda progress: None
+    enough: Callable[[], bool] = lambda: False
+
+
+ALONE = Crew()
+"""Nobody is told, and it is enough when all is done."""
+
+
 def attack_captures(
     run: Run,
     experiment: Experiment,
+    crew: Crew = ALONE,
     *,
     no_more: Callable[[], bool],
-    stop: Callable[[], bool] = lambda: False,
-    report: Callable[[RunProgress], None] = lambda progress: None,
-    on: Sequence[Worker] | None = None,
     shard: Shard | None = None,
 ) -> None:
     """Attacks every capture that has no answer yet, until `no_more` come and all have one.
@@ -59,9 +70,9 @@ def attack_captures(
     The work that is left is always what the directory lacks, so this can be killed at any time.
     An attack that takes captures together gets the same ones together however often that happens.
     Quick attacks go first: a slow one starts only while another worker is left for quick ones, or
-    once all quick ones have answered. If it is told to `stop`, tries that are under way are given
-    up. Workers that are lent (`on`) may still be busy if it failed. A shard does its part alone,
-    and whoever calls holds no more than that.
+    once all quick ones have answered. Once it is `enough`, tries that are under way are given up.
+    Workers that are lent may still be busy if it failed. A shard does its part alone, and whoever
+    calls holds no more than that.
 
     Raises:
         ConfigError: An attack of this name already ran here with other settings.
@@ -69,18 +80,18 @@ def attack_captures(
     refuse_purged(run)
     dispatcher = Dispatcher(run, experiment, shard)
     hired: AbstractContextManager[Sequence[Worker]] = (
-        hire(experiment.workers) if on is None else nullcontext(on)
+        hire(experiment.workers) if crew.workers is None else nullcontext(crew.workers)
     )
     with hired as all_workers:
-        while not stop():
+        while not crew.enough():
             # Asked before looking, so that nothing slips in between.
             dispatcher.look_for_captures(last_look=no_more())
             dispatcher.hand_out(all_workers)
             dispatcher.collect(all_workers)
-            report(dispatcher.progress(all_workers))
+            crew.report(dispatcher.progress(all_workers))
             if dispatcher.done(all_workers):
                 return
-            wait_for_any(all_workers, POLL_SECONDS)
+            process.wait_for_any(all_workers, POLL_SECONDS)
         for worker in all_workers:
             if worker.jobs:
                 worker.give_up()
@@ -167,8 +178,12 @@ class Dispatcher:
 
     def hand_out(self, all_workers: Sequence[Worker]) -> None:
         """Gives every free worker something to do, as far as there is something."""
+        # Where training waits for attacks, quick ones that are still to come wait for slow ones.
+        bounded = self._experiment.audit.waiting is not None
         for worker in all_workers:
-            while worker.free and (work := self._agenda.take(slow=self._slow_may(all_workers))):
+            while worker.free and (
+                work := self._agenda.take(slow=bounded or slow_may(all_workers, self._agenda))
+            ):
                 if jobs := self._jobs(work):
                     worker.submit(jobs)
 
@@ -201,12 +216,6 @@ class Dispatcher:
             seconds_left=self._pace.seconds_left(len(all_workers)),
             seconds_most=self._pace.seconds_most(len(all_workers)),
         )
-
-    def _slow_may(self, all_workers: Sequence[Worker]) -> bool:
-        """Returns whether a worker may take a slow attack, if no quick one is ready."""
-        # Where training waits for attacks, quick ones that are still to come wait for slow ones.
-        bounded = self._experiment.audit.waiting is not None
-        return bounded or slow_may(all_workers, self._agenda)
 
     def _jobs(self, work: Work) -> list[Job]:
         """Returns the jobs for captures; a damaged capture fails at once."""
@@ -244,18 +253,12 @@ class Dispatcher:
 
     def _record_failure(self, jobs: Sequence[Job], error: BaseException) -> None:
         """Records a try that failed; captures that were tried often enough fail for good."""
-        reason, traceback = failure(error), trace(error)
+        reason, traceback = process.failure(error), process.trace(error)
         attack, keys = jobs[0].attack, [job.key for job in jobs]
         _log.warning("%s failed on %s: %s", attack.name, ", ".join(map(str, keys)), traceback)
         self._tries.update((key, attack.name) for key in keys)
         tries = [
-            Attempt(
-                round=key.round,
-                client=key.client,
-                attack=attack.name,
-                reason=reason,
-                traceback=traceback,
-            )
+            Attempt(**key._asdict(), attack=attack.name, reason=reason, traceback=traceback)
             for key in keys
         ]
         self._run.append(self._attempts, *tries)
@@ -274,33 +277,21 @@ def slow_may(all_workers: Sequence[Worker], agenda: Agenda) -> bool:
 
 
 @contextmanager
-def attacking(
-    run: Run,
-    experiment: Experiment,
-    report: Callable[[RunProgress], None] = lambda progress: None,
-    on: Sequence[Worker] | None = None,
-    enough: Callable[[], bool] = lambda: False,
-) -> Iterator[Callable[[], bool]]:
+def attacking(run: Run, experiment: Experiment, crew: Crew = ALONE) -> Iterator[Callable[[], bool]]:
     """Attacks while the body trains, and until all is attacked; gives up if the body fails.
 
     Yields:
-        A function that the body calls now and then: whether it is `enough`, or attacking has
+        A function that the body calls now and then: whether it is enough, or attacking has
         failed, so that going on is of no use. The error of the attacks is then raised in place of
         the body's.
     """
     trained, stopped, ended = threading.Event(), threading.Event(), threading.Event()
     errors: list[BaseException] = []
+    until = replace(crew, enough=lambda: stopped.is_set() or crew.enough())
 
     def dispatch() -> None:
         try:
-            attack_captures(
-                run,
-                experiment,
-                no_more=trained.is_set,
-                stop=lambda: stopped.is_set() or enough(),
-                report=report,
-                on=on,
-            )
+            attack_captures(run, experiment, until, no_more=trained.is_set)
         except BaseException as error:  # noqa: BLE001 - raised again below, in the caller's thread
             errors.append(error)
         finally:
@@ -310,7 +301,7 @@ def attacking(
     try:
         thread.start()
         try:
-            yield lambda: bool(errors) or enough()
+            yield lambda: bool(errors) or crew.enough()
         except Exception as error:
             if not errors:
                 raise
@@ -336,4 +327,4 @@ def _under_way(worker: Worker) -> UnderWay:
 
 def _failed(task: Task, reason: str) -> Answer:
     """Returns the answer of an attack that failed for good."""
-    return answer_of(task, Reconstruction.none(Status.FAILED, reason))
+    return process.answer_of(task, Reconstruction.none(Status.FAILED, reason))

@@ -66,10 +66,8 @@ class Pace:
     """
 
     def __init__(self, named: Sequence[NamedAttack], left: Set[tuple[Key, str]]) -> None:
-        self._limits: dict[str, object] = {
-            named_attack.name: getattr(named_attack.attack, "seconds", None)
-            for named_attack in named
-        }
+        limits = {entry.name: getattr(entry.attack, "seconds", None) for entry in named}
+        self._limits = {n: limit for n, limit in limits.items() if isinstance(limit, int | float)}
         self._left = Counter(name for _, name in left)
         self._took: Counter[str] = Counter()
         self._count: Counter[str] = Counter()
@@ -90,5 +88,5 @@ class Pace:
 
     def seconds_most(self, num_workers: int) -> float:
         """Returns what attacks that are left take at most, of those that have a time limit."""
-        limits = {n: limit for n, limit in self._limits.items() if isinstance(limit, int | float)}
-        return sum(self._left[name] * limit for name, limit in limits.items()) / max(1, num_workers)
+        most = sum(self._left[name] * limit for name, limit in self._limits.items())
+        return most / max(1, num_workers)

@@ -75,9 +75,7 @@ def _log(client: Any, tracked_run: Tracked, report: Path) -> str:
     now = int(1000 * time.time())
     try:
         parameters = [Param(*parameter) for parameter in tracked_run.parameters.items()]
-        metrics = [
-            Metric(metric.name, metric.value, now, metric.round) for metric in tracked_run.metrics
-        ]
+        metrics = [Metric(row.name, row.value, now, row.round) for row in tracked_run.metrics]
         client.log_batch(run_id, metrics, parameters)  # in as many requests as it takes
         client.log_artifact(run_id, str(report))
     except BaseException:

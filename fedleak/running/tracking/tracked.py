@@ -5,7 +5,6 @@ What attacks say in words is left out too, as it may quote a private text.
 
 import json
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,6 +16,8 @@ from fedleak.store.run import Run
 from fedleak.store.summaries import SUMMARY, AttackSummary, Estimate, RunSummary, WorstCase
 from fedleak.training.privacy import NONE
 from fedleak.util.errors import FedleakError
+from fedleak.util.lists import grouped
+from fedleak.util.nested import flat
 
 LONGEST_NAME, LONGEST_VALUE = 250, 6_000
 """Characters that MLflow takes of a name and of the value of a parameter."""
@@ -132,12 +133,9 @@ def _safe(text: str) -> str:
 def _epsilons(ledger: Sequence[LedgerRow]) -> Iterator[Metric]:
     """Yields the largest epsilon of any client after each round, unless a client has none."""
     of_client: dict[int, float | None] = {}
-    for round in sorted({row.round for row in ledger}):
-        by_client: dict[int, list[float | str]] = defaultdict(list)
-        for row in ledger:
-            if row.round == round:
-                by_client[row.client].append(row.epsilon)
-        for client, epsilons in by_client.items():
+    for round, of_round in sorted(grouped(ledger, lambda row: row.round).items()):
+        for client, own in grouped(of_round, lambda row: row.client).items():
+            epsilons = [row.epsilon for row in own]
             # Several statements about one client all hold, so the smallest counts.
             of_client[client] = None if NONE in epsilons else min(map(float, epsilons))
         largest = [epsilon for epsilon in of_client.values() if epsilon is not None]
@@ -147,9 +145,7 @@ def _epsilons(ledger: Sequence[LedgerRow]) -> Iterator[Metric]:
 
 def _leakage(rows: Sequence[LeakageRow], summary: RunSummary) -> Iterator[Metric]:
     """Yields what attacks read in each round, with the controls, and what all read together."""
-    of_attack: dict[str, list[LeakageRow]] = defaultdict(list)
-    for row in rows:
-        of_attack[row.attack].append(row)
+    of_attack = grouped(rows, lambda row: row.attack)
     for name, attack_rows in of_attack.items():
         yield from _by_round(("attack", name), attack_rows)
         for control in CONTROLS:
@@ -169,12 +165,9 @@ def _by_round(parts: tuple[str, ...], rows: Sequence[LeakageRow]) -> Iterator[Me
 
 def _means(parts: tuple[str, ...], values: Iterable[tuple[int, float | None]]) -> Iterator[Metric]:
     """Yields the mean of each round that has values; None is no value."""
-    of_round: dict[int, list[float]] = defaultdict(list)
-    for round, value in values:
-        if value is not None:
-            of_round[round].append(value)
-    for round, numbers in sorted(of_round.items()):
-        yield Metric(parts, round, sum(numbers) / len(numbers))
+    measured = ((round, value) for round, value in values if value is not None)
+    for round, of_round in sorted(grouped(measured, lambda pair: pair[0]).items()):
+        yield Metric(parts, round, sum(value for _, value in of_round) / len(of_round))
 
 
 def _totals(summary: RunSummary, last: int) -> Iterator[Metric]:
@@ -187,13 +180,9 @@ def _totals(summary: RunSummary, last: int) -> Iterator[Metric]:
     for parts, figures in of_all.items():
         for figure in ("exact_match", "rougeL", "token_recall", "personal_data"):
             estimate: Estimate | None = getattr(figures, figure)
-            if estimate is None:
-                continue
-            for end, value in estimate.model_dump(exclude={"of_clients"}).items():
-                yield Metric(("total", *parts, figure, end), last, value)
-            if estimate.of_clients is not None:
-                for end, value in estimate.of_clients.model_dump().items():
-                    yield Metric(("total", *parts, figure, "of_clients", end), last, value)
+            for end, value in flat(estimate.model_dump() if estimate else {}):
+                if value is not None:
+                    yield Metric(("total", *parts, figure, *end.split(".")), last, value)
 
 
 def _tags(info: Mapping[str, Any], summary: RunSummary) -> dict[str, str]:

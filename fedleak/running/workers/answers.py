@@ -6,14 +6,12 @@ because that is what is kept of it.
 """
 
 import json
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import AfterValidator, Field, JsonValue
-
-from fedleak.attacks.reconstruction import Reconstruction, Status
+from fedleak.attacks.reconstruction import Reconstruction
 from fedleak.store.files import plain
-from fedleak.store.lines import Record, validated
-from fedleak.store.records import within
+from fedleak.store.lines import validated
+from fedleak.store.records import Reconstructed, within
 from fedleak.util.sanitise import printable
 
 LONGEST_REASON = 2000
@@ -31,44 +29,6 @@ _DEEPEST = 20
 
 class InvalidAnswerError(ValueError):
     """An attack's answer is not one; the text says what is wrong with it."""
-
-
-def _summed_up(diagnostics: dict[str, Any]) -> dict[str, Any]:
-    """Refuses what reports cannot sum up."""
-    if "budget" in diagnostics:
-        budget = diagnostics["budget"]
-        pair = budget if isinstance(budget, list) and len(budget) == 2 else [0, 0]
-        used, available = pair
-        if not ((used is None or _is_number(used)) and _is_number(available) and available > 0):
-            raise ValueError("'budget' is not [used or None, available]")
-    if "candidates" in diagnostics:
-        counts = diagnostics["candidates"]
-        if not (isinstance(counts, dict) and all(map(_is_number, counts.values()))):
-            raise ValueError("'candidates' does not hold a count by name")
-    return diagnostics
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-Name = Annotated[str, Field(min_length=1, max_length=100)]
-Score = Annotated[str, Field(pattern="^[A-Za-z0-9_]{1,40}$")]
-
-
-class _Answer(Record):
-    """A `Reconstruction` in plain values, with null for each number that is not finite."""
-
-    status: Status
-    sequences: tuple[Annotated[tuple[int, ...], Field(min_length=1)], ...] | None
-    evidence: tuple[int | float | None, ...]
-    margins: tuple[int | float | None, ...]
-    tokens: tuple[int, ...] | None
-    scores: Annotated[dict[Score, tuple[float, ...]], Field(max_length=20)]
-    facts: Annotated[dict[Name, JsonValue], Field(max_length=100)]
-    diagnostics: Annotated[dict[str, JsonValue], AfterValidator(_summed_up)]
-    verified: bool
-    reason: str
 
 
 def checked(
@@ -96,7 +56,7 @@ def checked(
         content = json.dumps(table, ensure_ascii=False).encode()
         if len(content) > MOST_BYTES:
             raise InvalidAnswerError(f"{len(content):,} bytes as JSON: at most {MOST_BYTES:,}")
-        kept = validated(_Answer, content)
+        kept = validated(Reconstructed, content)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidAnswerError(one_line(str(error))) from error
     sequences = kept.sequences or ()

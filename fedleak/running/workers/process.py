@@ -98,8 +98,7 @@ def answer_of(
         together: How many observations shared the call.
     """
     return Answer(
-        round=task.key.round,
-        client=task.key.client,
+        **task.key._asdict(),
         attack=task.attack.name,
         settings=settings(task.attack.attack),
         granted=tuple(sorted(task.attack.threat.knows)),
@@ -303,11 +302,6 @@ def devices(wanted: Sequence[str] | None) -> list[str]:
     if wanted is not None:
         return list(wanted)
     return [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"]
-
-
-def work(job: Job, device: str) -> Answer:
-    """Runs one attack on one capture."""
-    return work_together([job], device)[0]
 
 
 def work_together(
