@@ -96,10 +96,10 @@ def test_the_annex_says_what_the_report_says_without_private_texts(run: Run) -> 
 
 
 def test_no_cell_of_the_annex_ends_early_or_is_a_tag(run: Run) -> None:
-    run.update_info(machine="<script>|\n| a")
+    run.update_info(machine="<script>|\n\\| ![a](https://example.org)")
     assert call("export", str(run.path), "--to", "annex.md")[0] == 0
     text = Path("annex.md").read_text()
-    assert "| machine | &lt;script&gt;\\|\\n\\| a |" in text
+    assert r"| machine | &lt;script&gt;\|\\n\\\| ![a\](https://example.org) |" in text
     assert "limits that were set: none" in text.lower()
 
 

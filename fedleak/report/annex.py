@@ -5,6 +5,7 @@ is left. All of it is what the redacted report and the gate say; no private text
 """
 
 import html
+import re
 from collections.abc import Iterable, Sequence
 
 from fedleak.audit.gate.check import Check
@@ -19,10 +20,7 @@ LEFT = ("Not seen", "Next")
 
 
 def annex(
-    page: RunPage,
-    personal: Sequence[Table],
-    checks: Sequence[Check],
-    marks: Sequence[Entry],
+    page: RunPage, personal: Sequence[Table], checks: Sequence[Check], marks: Sequence[Entry]
 ) -> str:
     """Returns the annex.
 
@@ -77,5 +75,5 @@ def _table(table: Table) -> list[str]:
 
 
 def _cell(text: str) -> str:
-    """Returns a text that neither ends a cell nor is taken for a tag."""
-    return html.escape(printable(text), quote=False).replace("|", "\\|").replace("\n", " ")
+    """Returns a text that neither ends a cell nor is taken for a tag, a link or a picture."""
+    return re.sub(r"([\\|]|\](?=[(\[:]))", r"\\\1", html.escape(printable(text), quote=False))
