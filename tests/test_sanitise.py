@@ -7,25 +7,26 @@ import xml.etree.ElementTree as ET
 from dataclasses import replace
 
 import pytest
+from built import run_of
 from rich.console import Console
 from rich.text import Text
+from tiny import tables
 
 from fedleak.attacks.reconstruction import Status
 from fedleak.audit.answer_scores import Scored, TextPair
 from fedleak.cli.mistakes import mended
+from fedleak.config.loading import parse
 from fedleak.report.drawings.chart import write
 from fedleak.report.drawings.sweeps import along_first_key, frontier, tradeoff
 from fedleak.report.tables.sweep import attacks_table
 from fedleak.report.terminal.run import print_run
 from fedleak.report.terminal.table import print_table
-from fedleak.store.records import Guarantee, LeakageRow, Utility
-from fedleak.store.run import Run
+from fedleak.store.records import DefenseFigures, Guarantee, LeakageRow, Utility
 from fedleak.store.summaries import (
     SUMMARY,
     AttackSummary,
     CellSummary,
     Circumstances,
-    DefenseFigures,
     Estimate,
     RunSummary,
     SweepSummary,
@@ -116,7 +117,7 @@ def summary_of(warning=None, **values):
 @pytest.fixture
 def hostile(tmp_path):
     """A run in which everything that others can write is hostile, and its scores."""
-    run = Run(tmp_path / "a[/]b")
+    run = run_of(tmp_path / "a[/]b", parse(tables()))
     summary = RunSummary(
         name=STORED,
         status="finished",

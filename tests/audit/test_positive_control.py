@@ -99,8 +99,10 @@ def test_it_tells_attacks_that_can_read_from_those_that_cannot(run: Run) -> None
     assert control.together.rougeL == 100.0
     assert run.read_document(SUMMARY).attacks["keyspan"].answers == 0
     _, shown, _ = call("score", str(run.path))
-    assert "positive control: 3 batches without any defense (6 texts)" in shown
-    assert "keyspan read a text of 3 of 3 word for word; texts exact 100 %" in shown
+    said = " ".join(shown.split())
+    assert "Of 3 plain gradients of these batches, without any defense, the same attacks" in said
+    assert "read 100 % of the texts word for word (" in said
+    assert "keyspan 100 %" in said
 
 
 def test_a_copy_is_the_plain_gradient_of_the_clients_first_texts(run: Run) -> None:

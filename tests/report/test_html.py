@@ -35,9 +35,9 @@ from fedleak.report.html.page import (
     Verdict,
 )
 from fedleak.report.html.render import LONGEST_TEXT, bounded, render
-from fedleak.report.html.run_page import run_page, unordered
-from fedleak.report.html.sweep_page import sweep_page
-from fedleak.report.html.verdict import Extent, Guaranteed, run_verdict, sweep_verdict
+from fedleak.report.html.run_page import first_numbers, run_page
+from fedleak.report.html.sweep_page import sweep_page, sweep_verdict
+from fedleak.report.html.verdict import Extent, Guaranteed, run_verdict, unordered
 from fedleak.report.table import Cell, Table, words
 from fedleak.report.tables.leakage import shares
 from fedleak.report.words import counted, figure, listed, percent
@@ -49,6 +49,7 @@ from fedleak.store.summaries import (
     SUMMARY,
     SWEEP,
     AttackSummary,
+    Baseline,
     CanarySummary,
     CellSummary,
     Circumstances,
@@ -109,7 +110,7 @@ def page_of(texts: list[PrivateText], word: str = "a word", **changes: Any) -> R
             "name": word,
             "begun": word,
             "redacted": False,
-            "verdict": Verdict(Level.READ, word, (Entry(word, word),)),
+            "verdict": Verdict(Level.READ, word, (Entry(word, word), Entry("Guaranteed", word))),
             "audit": [table],
             "missing": [word],
             "notes": [word],
@@ -124,7 +125,6 @@ def page_of(texts: list[PrivateText], word: str = "a word", **changes: Any) -> R
             "texts": texts,
             "texts_note": word,
             "defenses": [table],
-            "privacy": word,
             "canary_alarms": [word],
             "ledger": [table],
             "versions": entries,
@@ -259,6 +259,13 @@ def test_every_link_inside_the_file_leads_to_a_place() -> None:
 )
 def test_only_all_is_100_percent_and_only_nothing_is_0(value: float, said: str) -> None:
     assert percent(value) == said
+
+
+def test_of_many_rounds_the_first_are_named_and_the_others_counted() -> None:
+    assert first_numbers(None) == "all"
+    assert first_numbers([5, 1000]) == "5 and 1,000"
+    assert first_numbers(range(1, 13)).endswith("10, 11 and 12")
+    assert first_numbers(range(1, 101)).endswith("11, 12 and 88 more")
 
 
 def test_figures_in_words() -> None:
@@ -399,6 +406,10 @@ def test_the_verdict_says_what_the_model_is_worth_and_whether_so_few_texts_can_t
     assert said.endswith(
         "before training it was 0.5. So few texts do not show that training changed it."
     )
+    central = Baseline(steps=9, loss=0.4, accuracy=0.75)
+    compared = trained.model_copy(update={"utility_reference": central})
+    said = paragraphs(run_verdict(compared, EXTENT, NOTHING))["Model"]
+    assert "was 0.5; trained centrally, without defenses: 0.75." in said
     many = trained.model_copy(update={"held_out": 2400})
     assert paragraphs(run_verdict(many, EXTENT, NOTHING))["Model"].endswith("it was 0.5.")
 

@@ -8,19 +8,15 @@ from fedleak.audit.privacy.ledger import defense_means, guarantee
 from fedleak.report.html.render import _environment
 from fedleak.report.tables.attacks import attack_table
 from fedleak.report.tables.canaries import FIRST_CLIENTS, canary_table
+from fedleak.report.tables.defenses import defense_tables
 from fedleak.report.tables.leakage import epsilon_of
-from fedleak.report.terminal.run import any_attack, circumstances
 from fedleak.report.terminal.table import print_table
-from fedleak.store.records import DefenseRow, Guarantee, LedgerRow, Utility
+from fedleak.store.records import DefenseFigures, DefenseRow, LedgerRow
 from fedleak.store.run import EVERYONE, Key
 from fedleak.store.summaries import (
-    Baseline,
     CanaryBound,
     CanarySummary,
-    Circumstances,
-    DefenseFigures,
     Estimate,
-    RunSummary,
     WorstCase,
 )
 
@@ -88,58 +84,15 @@ def test_the_table_has_what_was_spent_by_each_round(key, shown):
     assert epsilon_of(key, rows) == shown
 
 
-def test_the_report_names_defenses_guarantee_and_cost():
-    guaranteed = Guarantee.model_validate(spent(3, 0, 3.14159), from_attributes=True)
-    summary = RunSummary(
-        name="made",
-        status="finished",
-        fedleak="0",
-        model_fingerprint=None,
-        captures=0,
-        attacks={},
-        defenses=Circumstances(
-            defense=({"kind": "dp_sgd", "noise_multiplier": 1.0}, {"kind": "sign"}),
-            share=["q1", "t2"],
-            lora={"rank": 4, "alpha": 8.0, "targets": None},
-            algorithm="fedavg",
-            batch_size=8,
-            local_epochs=2,
-            dropout=True,
-        ),
-        defended=(DefenseFigures(defense=0, kind="dp_sgd", clipped=0.5, noise_norm=12.0),),
-        privacy=guaranteed.model_copy(update={"accountant": "prv"}),
-        utility_before=None,
-        utility=Utility(round=3, loss=0.5, mcc=None),
-        held_out=0,
-        utility_reference=Baseline(steps=9, loss=0.4, mcc=0.61),
-        missing=(),
-        notes=(),
-        unscored=0,
-    )
-    text = "\n".join(circumstances(summary))
-    for part in (
-        "defenses: dp_sgd noise_multiplier=1.0; sign",
-        "share q1, t2, lora rank=4 alpha=8.0",
-        "algorithm fedavg, batch size 8, local epochs 2, dropout true",
-        "dp_sgd, mean of an update: clipped 0.5, noise norm 12",
-        "epsilon 3.142 at delta 1e-05, noise multiplier 1 (unit: example, replace one, given n; "
-        "prv)",
-        "utility after round 3: loss 0.5, MCC -",
-        "trained centrally, without defenses: loss 0.4, MCC 0.61",
-    ):
-        assert part in text
-    learned = {
-        "held_out": 100,
-        "utility_before": Utility(round=0, loss=0.69, accuracy=0.5),
-        "utility": Utility(round=3, loss=0.5, accuracy=0.81),
-    }
-    text = "\n".join(circumstances(summary.model_copy(update=learned)))
-    # Wilson's interval: these are independent.
-    assert "utility before training: loss 0.69, accuracy 0.5 [0.40, 0.60]" in text
-    assert "utility after round 3: loss 0.5, accuracy 0.81 [0.72, 0.87]" in text
-    nothing = Guarantee.model_validate(spent(1, 0, "none"), from_attributes=True)
-    text = "\n".join(circumstances(summary.model_copy(update={"privacy": nothing})))
-    assert "epsilon none" in text
+def test_a_line_for_each_defense_has_its_settings_and_what_it_did():
+    defenses = ({"kind": "dp_sgd", "noise_multiplier": 1.0}, {"kind": "sign"})
+    effects = (DefenseFigures(defense=0, kind="dp_sgd", clipped=0.5, noise_norm=12.0),)
+    (table,) = defense_tables(defenses, effects)
+    assert [[cell.text for cell in row] for row in table.rows] == [
+        ["0: dp_sgd", "noise_multiplier=1.0", "clipped 0.5, noise norm 12"],
+        ["1: sign", "defaults", "-"],
+    ]
+    assert defense_tables((), ()) == []
 
 
 def test_the_worst_case_over_attacks_is_said_with_what_chance_gives():
@@ -159,10 +112,6 @@ def test_the_worst_case_over_attacks_is_said_with_what_chance_gives():
         first={"dager": 11},
         warning=None,
     )
-    assert any_attack(SimpleNamespace(worst_case=worst)) == [
-        "read exactly first, of 24 texts: dager 11",
-        "no attack names a sequence for 2 of 24 texts",
-    ]
     table = attack_table(SimpleNamespace(attacks={}, worst_case=worst, ladder=None))
     assert [column.heading for column in table.columns] == ["figure", "any attack"]
     shown = {figure.text: cell.text for figure, cell in table.rows}
@@ -170,9 +119,6 @@ def test_the_worst_case_over_attacks_is_said_with_what_chance_gives():
     assert shown["ROUGE-L"] == "40 [20, 80]"
     assert shown["ROUGE-L, other update"] == "10 [5, 20]"
     assert shown["tokens found, %"] == "-"
-    alone = worst.model_copy(update={"attacks": ("dager",)})
-    assert any_attack(SimpleNamespace(worst_case=alone)) == []
-    assert any_attack(SimpleNamespace(worst_case=None)) == []
 
 
 def test_a_page_has_the_bounds_of_all_clients_and_a_terminal_those_of_the_first():

@@ -27,7 +27,7 @@ from fedleak.flower.engines import train
 from fedleak.flower.inline import InlineGrid
 from fedleak.flower.server.replies import RefusedError
 from fedleak.flower.server.secure_aggregation import Stages, SummingServer, run_protocol
-from fedleak.report.terminal.run import circumstances
+from fedleak.report.tables.defenses import defense_tables
 from fedleak.running import preparation
 from fedleak.running.reports import report_run
 from fedleak.store.captures import Captures
@@ -230,9 +230,12 @@ def test_a_client_that_is_lost_in_training_is_not_in_the_sum(modelled, tmp_path,
     (note,) = [note for note in run.read_document(SUMMARY).notes if "dropped out" in note]
     assert f"secure sum ({absent} in round 1)" in note
     # What rounding did to a client's update is said apart from the sum.
-    (rounded,) = [line for line in circumstances(run.read_document(SUMMARY)) if "mean of" in line]
-    assert rounded.startswith("  secure_sum, mean of an update: change norm")
-    assert "zeroed" in rounded
+    summary = run.read_document(SUMMARY)
+    (table,) = defense_tables(summary.defenses.defense, summary.defended)
+    ((defense, _, rounded),) = table.rows
+    assert defense.text == "0: secure_sum"
+    assert rounded.text.startswith("change norm")
+    assert "zeroed" in rounded.text
     assert "what the sum itself hides is not" in report_run(run, None).read_text()
     assert {row["client"] for row in run.rows(Lines("privacy.jsonl", dict))} == set(others)
 

@@ -14,29 +14,8 @@ import numpy as np
 from pydantic import JsonValue
 
 from fedleak.config.families import FAMILY, UNDEFENDED
-from fedleak.report.drawings.chart import (
-    COLOURS,
-    INK,
-    LOG_FROM,
-    MEASURES,
-    NO_UPDATE,
-    NOWHERE,
-    PER_CENT,
-    REFERENCE,
-    RING,
-    TOGETHER,
-    Chart,
-    Measure,
-    Row,
-    Series,
-    grid,
-    numbers,
-    panel,
-    present,
-    silent,
-    span,
-    words,
-)
+from fedleak.report.drawings import chart
+from fedleak.report.drawings.chart import MEASURES, Chart, Measure, Row, Series
 from fedleak.report.tables.sweep import UTILITIES, utility, utility_measure
 from fedleak.report.words import in_words, short_key
 from fedleak.store.summaries import AttackSummary, CellSummary, SweepSummary
@@ -82,18 +61,22 @@ def along_first_key(collected: SweepSummary) -> Chart | None:
             line = ", ".join(filter(None, (attack, others)))
             series[line] = Series.numbered(line, colour, number)
             table.append((place, line, cell.attacks.get(attack)))
-    series[NO_UPDATE] = Series(NO_UPDATE, dash=(4, 4))
+    series[chart.NO_UPDATE] = Series(chart.NO_UPDATE, dash=(4, 4))
     rows = {m: _points(m, table, even) for m in MEASURES if any(m.value(s) for *_, s in table)}
     if not rows:
         return None
     size: Chart = {"height": 200} if even else {"height": 200, "width": 200}
-    x = words(first, places) if even else numbers(first, log=scale == "log", values=places)
-    shown = present(series.values(), *rows.values())
-    return grid(
+    x = (
+        chart.words(first, places)
+        if even
+        else chart.numbers(first, log=scale == "log", values=places)
+    )
+    shown = chart.present(series.values(), *rows.values())
+    return chart.grid(
         [
-            panel(
+            chart.panel(
                 x,
-                PER_CENT | {"title": measure.heading},
+                chart.PER_CENT | {"title": measure.heading},
                 shown,
                 points=points,
                 lines=[row for row in points if row["series"] in series and not even],
@@ -117,13 +100,13 @@ def _points(
         figure, guess = measure.value(summary), measure.beside(summary, measure.guess)
         shift = APART * ((lines.index(line) + 0.5) / len(lines) - 0.5) if even else 0.0
         row: Row = {"x": place, "shift": shift, "series": line}
-        rows.append(row | span(figure, measure.scale))
+        rows.append(row | chart.span(figure, measure.scale))
         if figure is None and summary is not None:
-            rows.append(row | {"y": NOWHERE, "series": silent(line)})
+            rows.append(row | {"y": chart.NOWHERE, "series": chart.silent(line)})
         if figure is not None and guess is not None:
             guesses[place].append(guess)
     means = {place: mean(of_lines) if of_lines else None for place, of_lines in guesses.items()}
-    return rows + [{"x": place, "y": y, "series": NO_UPDATE} for place, y in means.items()]
+    return rows + [{"x": place, "y": y, "series": chart.NO_UPDATE} for place, y in means.items()]
 
 
 def axis_of(values: Sequence[JsonValue]) -> tuple[str, Sequence[Any]]:
@@ -132,7 +115,7 @@ def axis_of(values: Sequence[JsonValue]) -> tuple[str, Sequence[Any]]:
     figures = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
     if len(figures) < len(values):
         return "even", named
-    log = min(figures) > 0 and max(figures) > LOG_FROM * min(figures)
+    log = min(figures) > 0 and max(figures) > chart.LOG_FROM * min(figures)
     on_axis = np.sort(np.log(figures) if log else np.array(figures, float))
     if (np.diff(on_axis) < TOO_CLOSE * np.ptp(on_axis)).any():
         return "even", named
@@ -159,26 +142,26 @@ def tradeoff(collected: SweepSummary) -> Chart | None:
         return None
     baselines = [cell.utility_reference for cell in collected.cells]
     references = {baseline.figures.get(measure) for baseline in baselines if baseline} - {None}
-    down: list[Row] = [{"x": x, "series": REFERENCE} for x in references]
+    down: list[Row] = [{"x": x, "series": chart.REFERENCE} for x in references]
     scores = [row["x"] for row in useful]
-    log = measure == "perplexity" and max(scores) > LOG_FROM * min(scores)
+    log = measure == "perplexity" and max(scores) > chart.LOG_FROM * min(scores)
     parts: list[tuple[Chart, list[Row], Chart]] = [
-        (numbers(UTILITIES[measure], log=log), useful, {"down": down, "width": 260})
+        (chart.numbers(UTILITIES[measure], log=log), useful, {"down": down, "width": 260})
     ]
     if guaranteed:
-        parts.append((numbers("epsilon", log=True), guaranteed, {"width": 220}))
-        parts += [(words(), free, {})] if free else []
+        parts.append((chart.numbers("epsilon", log=True), guaranteed, {"width": 220}))
+        parts += [(chart.words(), free, {})] if free else []
     names = [*dict.fromkeys(cells)] if len({*cells}) <= FEW_CELLS else []
     keys = textwrap.wrap(f"cells by {', '.join(map(short_key, collected.axes))}", WRAPPED)
     key = [*keys, *(f"{number}: {label}" for number, label in enumerate(names, 1))]
     series = [Series.numbered(attack, i, i) for i, attack in enumerate(attacks)]
-    series += [Series(NO_UPDATE), Series(REFERENCE, INK, "stroke", (2, 2))]
-    shown = present(series, down, *(rows for _, rows, _ in parts))
-    return grid(
+    series += [Series(chart.NO_UPDATE), Series(chart.REFERENCE, chart.INK, "stroke", (2, 2))]
+    shown = chart.present(series, down, *(rows for _, rows, _ in parts))
+    return chart.grid(
         [
-            panel(
+            chart.panel(
                 x,
-                PER_CENT | {"title": "ROUGE-L"},
+                chart.PER_CENT | {"title": "ROUGE-L"},
                 shown,
                 points=rows,
                 texts=_numbers(rows, names),
@@ -199,16 +182,16 @@ def _cell_points(
     for attack in cell.attacks.keys() & attacks:
         summary = cell.attacks[attack]
         figure, guess = rouge.value(summary), rouge.beside(summary, rouge.guess)
-        nothing = {"y": NOWHERE, "series": silent(attack)}
-        yield at | (nothing if figure is None else {"series": attack, **span(figure)})
+        nothing = {"y": chart.NOWHERE, "series": chart.silent(attack)}
+        yield at | (nothing if figure is None else {"series": attack, **chart.span(figure)})
         if guess is not None:
-            yield at | {"y": guess, "series": NO_UPDATE}
+            yield at | {"y": guess, "series": chart.NO_UPDATE}
 
 
 def _numbers(rows: Sequence[Row], names: Sequence[str]) -> Iterator[Row]:
     """Yields the number of each cell at its highest point."""
     for number, name in enumerate(names, 1):
-        if own := [r for r in rows if r["cell"] == name and r["series"] != NO_UPDATE]:
+        if own := [r for r in rows if r["cell"] == name and r["series"] != chart.NO_UPDATE]:
             yield max(own, key=lambda row: row["y"]) | {"text": str(number)}
 
 
@@ -259,19 +242,19 @@ def frontier(collected: SweepSummary) -> Chart | None:
     better = " (lower is better)" if measure == "perplexity" else ""
     trained, untouched = f"{heading} of the trained model{better}", f"{heading} without a defense"
     useful = [score for cell in cells if (score := utility(cell, measure)) is not None]
-    cost = words()
+    cost = chart.words()
     if useful:
         low, high = min(useful), max(useful)
-        log = measure == "perplexity" and 0 < LOG_FROM * low < high
+        log = measure == "perplexity" and 0 < chart.LOG_FROM * low < high
         margin = 0.0 if log else 0.1 * (high - low) or 0.1
-        cost = numbers(heading, (low - margin, high + margin), log=log)
+        cost = chart.numbers(heading, (low - margin, high + margin), log=log)
     without = [score for cell in undefended if (score := utility(cell, measure)) is not None]
     series = [
         *(Series.numbered(measure.heading, i, i) for i, measure in enumerate(MEASURES)),
-        Series(SOME_UNATTACKED, COLOURS[0], RING),
+        Series(SOME_UNATTACKED, chart.COLOURS[0], chart.RING),
         *(Series(_control(MEASURES[i]), shape=shape) for i, shape in ((1, "cross"), (2, "stroke"))),
-        Series(trained, INK, "diamond"),
-        Series(untouched, INK, "stroke", (1, 3)),
+        Series(trained, chart.INK, "diamond"),
+        Series(untouched, chart.INK, "stroke", (1, 3)),
     ]
     joined = {trained, *(measure.heading for measure in MEASURES)}
     across: list[Row] = [{"y": score, "series": untouched} for score in without]
@@ -285,23 +268,23 @@ def frontier(collected: SweepSummary) -> Chart | None:
         under = " ".join([*filter(None, [collected.units.get(name)]), *below])
         to_scale = all(isinstance(strength, int | float) for strength, _ in family)
         drawn.append((name, under, [word for word, _ in named], to_scale, [leaks, costs]))
-    shown = present(series, across, *(rows for *_, both in drawn for rows in both))
+    shown = chart.present(series, across, *(rows for *_, both in drawn for rows in both))
     panels = []
     for number, (name, under, places, to_scale, both) in enumerate(drawn):
         looks: list[tuple[Chart, Chart]] = [
-            (PER_CENT | {"title": "worst case over attacks"}, {"height": 180}),
+            (chart.PER_CENT | {"title": "worst case over attacks"}, {"height": 180}),
             (cost, {"height": 90, "across": across}),
         ]
         stacked = list[Chart]()
         for rows, (y, more) in list(zip(both, looks, strict=True))[: 2 if useful else 1]:
             lines = [r for r in rows if to_scale and r["series"] in joined and r["x"] != UNTOUCHED]
             last = len(stacked) == bool(useful)
-            x = words(under if last else "", places, labels=last)
+            x = chart.words(under if last else "", places, labels=last)
             y = y | ({"title": ""} if number % COLUMNS else {})
-            stacked.append(panel(x, y, shown, points=rows, lines=lines, **more))
+            stacked.append(chart.panel(x, y, shown, points=rows, lines=lines, **more))
         stacked[0]["title"] = printable(name)
-        panels.append({"vconcat": stacked, **TOGETHER})
-    return grid(panels, COLUMNS)
+        panels.append({"vconcat": stacked, **chart.TOGETHER})
+    return chart.grid(panels, COLUMNS)
 
 
 def _leaks(word: str, cell: CellSummary) -> Iterator[Row]:
@@ -310,10 +293,10 @@ def _leaks(word: str, cell: CellSummary) -> Iterator[Row]:
     for number, measure in enumerate(MEASURES):
         figure, control = measure.value(worst), measure.beside(worst, measure.control)
         row: Row = {"x": word, "shift": 0.2 * (number - 1)}
-        leak = row | {"series": measure.heading} | span(figure, measure.scale)
+        leak = row | {"series": measure.heading} | chart.span(figure, measure.scale)
         yield leak
         if figure is None and cell.status == "finished" and cell.attacks:
-            yield row | {"y": NOWHERE, "series": silent(measure.heading)}
+            yield row | {"y": chart.NOWHERE, "series": chart.silent(measure.heading)}
         if worst is not None and worst.unattacked and figure is not None and number == 0:
             yield row | {"y": leak["y"], "series": SOME_UNATTACKED}
         if control is not None:

@@ -74,7 +74,7 @@ class TextAnswer:
         tokens: The share of the text's distinct tokens that the whole answer has; None: unknown.
         exact: Whether it is right word for word.
         proved: Whether a certificate proves the whole answer of the batch.
-        margin: The smallest of the batch; None: nothing was rejected.
+        margin: The smallest of the batch, in words; None: nothing was rejected.
     """
 
     attack: str
@@ -83,7 +83,7 @@ class TextAnswer:
     tokens: float | None
     exact: bool
     proved: bool
-    margin: float | None
+    margin: str | None
 
 
 @dataclass(frozen=True)
@@ -102,16 +102,29 @@ class PrivateText:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunPage:
+class Page:
+    """What every page has.
+
+    Attributes:
+        name: The name of the run, the sweep or the folder.
+        redacted: Whether private texts, and what attacks and files say in words, are left out.
+        verdict: What a reader must know.
+        missing: Why the results are not complete.
+    """
+
+    name: str
+    redacted: bool
+    verdict: Verdict
+    missing: Sequence[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPage(Page):
     """The report of a run.
 
     Attributes:
-        name: The name of the run.
         begun: When it began.
-        redacted: Whether private texts, and what attacks and files say in words, are left out.
-        verdict: What a reader must know.
         audit: What an audit planned and what its limits say; none if there was no audit.
-        missing: Why the results are not complete.
         notes: What else should be known.
         setting, threat: How clients train; what the attacker sees and is told.
         leakage: What was read, by round and client.
@@ -123,7 +136,6 @@ class RunPage:
         texts: Private texts, the worst first; empty if they are left out or gone.
         texts_note: Why texts are not listed.
         defenses: What defenses do, did, and what their check found.
-        privacy: What is guaranteed to whom.
         canary_alarms: What canaries found that contradicts the ledger.
         ledger: The last row of each client, and what canaries measured.
         versions: What the figures depend on.
@@ -131,12 +143,8 @@ class RunPage:
         experiment: The experiment as TOML.
     """
 
-    name: str
     begun: str
-    redacted: bool
-    verdict: Verdict
     audit: Sequence[Table]
-    missing: Sequence[str]
     notes: Sequence[str]
     setting: Sequence[Entry]
     threat: Sequence[Entry]
@@ -149,7 +157,6 @@ class RunPage:
     texts: Sequence[PrivateText]
     texts_note: str
     defenses: Sequence[Shown]
-    privacy: str
     canary_alarms: Sequence[str]
     ledger: Sequence[Shown]
     versions: Sequence[Entry]
@@ -158,33 +165,21 @@ class RunPage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrendsPage:
+class TrendsPage(Page):
     """The page of a folder of runs.
 
     Attributes:
-        name: The name of the folder.
-        redacted: As in a `RunPage`.
-        verdict: What a reader must know.
-        missing: Why runs are not shown.
         tables: A line per run, and one per round.
     """
 
-    name: str
-    redacted: bool
-    verdict: Verdict
-    missing: Sequence[str]
     tables: Sequence[Table]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepPage:
+class SweepPage(Page):
     """The report of a sweep.
 
     Attributes:
-        name: The name of the sweep.
-        redacted: As in a `RunPage`.
-        verdict: What a reader must know.
-        missing: Cells that are not complete, and why.
         axes: The swept keys and their values.
         grid: A line per cell.
         pictures: The drawings of the sweep.
@@ -192,10 +187,6 @@ class SweepPage:
         repeat: A command.
     """
 
-    name: str
-    redacted: bool
-    verdict: Verdict
-    missing: Sequence[str]
     axes: Sequence[Entry]
     grid: Table
     pictures: Sequence[Picture]

@@ -5,23 +5,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import mean
 
-from fedleak.report.drawings.chart import (
-    COLOURS,
-    EMPTY,
-    MEASURES,
-    NO_UPDATE,
-    PER_CENT,
-    Chart,
-    Row,
-    Series,
-    grid,
-    numbers,
-    panel,
-    present,
-    span,
-    svg,
-    words,
-)
+from fedleak.report.drawings import chart
+from fedleak.report.drawings.chart import MEASURES, Chart, Row, Series
 from fedleak.report.html.page import Picture
 from fedleak.report.tables.leakage import ReadShare, client_name
 from fedleak.report.words import interval, listed
@@ -51,12 +36,9 @@ OTHER_UPDATE, ATTACKED = "other update", "attacked"
 
 def leakage(read: Mapping[Key, ReadShare]) -> Iterator[Picture]:
     """Yields heat maps of rounds x clients: texts read word for word, and tokens found."""
-    kinds: list[tuple[str, Callable[[ReadShare], float | None]]] = [
-        ("texts read word for word", lambda share: share.exact),
-        ("tokens found", lambda share: share.tokens),
-    ]
-    for measure, figure_of in kinds:
-        values = {key: figure_of(share) for key, share in read.items()}
+    exact = {key: share.exact for key, share in read.items()}
+    tokens = {key: share.tokens for key, share in read.items()}
+    for measure, values in {"texts read word for word": exact, "tokens found": tokens}.items():
         if not (measured := [value for value in values.values() if value is not None]):
             continue
         yield Picture(
@@ -85,7 +67,7 @@ def _heat_map(values: Mapping[Key, float | None]) -> Chart:
     # The longer side lies, so that one round of many clients is a row and not a tower.
     lying = sorted(names, key=lambda side: len({*names[side]}), reverse=True)
     sides = {
-        axis: {"field": side, **words(side, [*dict.fromkeys(names[side])], **many)}
+        axis: {"field": side, **chart.words(side, [*dict.fromkeys(names[side])], **many)}
         for axis, side in zip("xy", lying, strict=True)
     }
     scale = {"domain": [0, 100], "range": SHADES, "interpolate": "rgb"}
@@ -96,11 +78,11 @@ def _heat_map(values: Mapping[Key, float | None]) -> Chart:
         number = {"text": {"field": "number"}, "color": ink}
         layers.append({"mark": {"type": "text"}, "encoding": number})
     table = {"data": {"values": rows}, "encoding": sides, "layer": layers}
-    return table | {"view": {"fill": EMPTY}, "width": WIDTH, "height": {"step": 18}}
+    return table | {"view": {"fill": chart.EMPTY}, "width": WIDTH, "height": {"step": 18}}
 
 
-def _drawn(chart: Chart) -> bytes:
-    return svg(chart, on_page=True, orient="bottom", columns=3)
+def _drawn(picture: Chart) -> bytes:
+    return chart.svg(picture, on_page=True, orient="bottom", columns=3)
 
 
 def _places(ids: Sequence[int], name: Callable[[int], str]) -> dict[int, str]:
@@ -160,10 +142,10 @@ def _by_round(
     marked = [{"x": round, "series": ATTACKED} for round in attacked if len(attacked) <= 20]
     series = [Series.numbered(name, number, number) for number, name in enumerate(lines)]
     series.append(Series(ATTACKED, shape="stroke", dash=(2, 2)))
-    drawn = panel(
-        numbers("round", values=rounds[:: math.ceil(len(rounds) / 10)]),
-        numbers(heading),
-        present(series, rows, marked),
+    drawn = chart.panel(
+        chart.numbers("round", values=rounds[:: math.ceil(len(rounds) / 10)]),
+        chart.numbers(heading),
+        chart.present(series, rows, marked),
         points=rows,
         lines=rows,
         down=marked,
@@ -178,9 +160,9 @@ def attacks(summaries: Mapping[str, AttackSummary]) -> Iterator[Picture]:
     if not any(summary.answers for summary in summaries.values()):
         return
     series = [
-        Series("attack, with its 95 % interval", COLOURS[1], "circle"),
+        Series("attack, with its 95 % interval", chart.COLOURS[1], "circle"),
         Series(OTHER_UPDATE, shape="square"),
-        Series(NO_UPDATE),
+        Series(chart.NO_UPDATE),
     ]
     panels = []
     for measure in MEASURES:
@@ -189,14 +171,16 @@ def attacks(summaries: Mapping[str, AttackSummary]) -> Iterator[Picture]:
             if (figure := measure.value(summary)) is None:
                 texts.append({"x": attack, "y": 0, "text": "not measured"})
                 continue
-            rows.append({"x": attack, "series": series[0].name, **span(figure, measure.scale)})
+            rows.append(
+                {"x": attack, "series": series[0].name, **chart.span(figure, measure.scale)}
+            )
             for name, kind in ((measure.control, series[1]), (measure.guess, series[2])):
                 if (control := measure.beside(summary, name)) is not None:
                     rows.append({"x": attack, "series": kind.name, "y": control})
         panels.append(
-            panel(
-                words("", [*summaries], labelAngle=0, labelLimit=120),
-                PER_CENT,
+            chart.panel(
+                chart.words("", [*summaries], labelAngle=0, labelLimit=120),
+                chart.PER_CENT,
                 series,
                 points=rows,
                 texts=texts,
@@ -209,7 +193,7 @@ def attacks(summaries: Mapping[str, AttackSummary]) -> Iterator[Picture]:
     yield Picture(
         "Each attack with its interval, and its controls",
         "; ".join(f"{name}: {_in_words(row)}" for name, row in summaries.items()),
-        _drawn(grid(panels, 1)),
+        _drawn(chart.grid(panels, 1)),
     )
 
 
@@ -222,10 +206,11 @@ def _in_words(summary: AttackSummary) -> str:
     return listed(measured or ["no answer"])
 
 
-def membership(summary: MembershipSummary) -> Iterator[Picture]:
+def membership(summary: MembershipSummary | None) -> Iterator[Picture]:
     """Yields the ROC curves of attacks on membership, a picture for each attack."""
-    for attack in dict.fromkeys(row.attack for row in summary.figures if row.roc):
-        curves = [row for row in summary.figures if row.attack == attack and row.roc]
+    rows = [row for row in summary.figures if row.roc] if summary else []
+    for attack in dict.fromkeys(row.attack for row in rows):
+        curves = [row for row in rows if row.attack == attack]
         words = "; ".join(
             f"{row.score} {'-' if row.auc is None else f'{row.auc.mean:.2f}'}" for row in curves
         )
@@ -233,14 +218,14 @@ def membership(summary: MembershipSummary) -> Iterator[Picture]:
         panels = []
         for row in curves:
             curve = [
-                {"x": 100 * point.accused, "series": "found", **span(point.found, 100)}
+                {"x": 100 * point.accused, "series": "found", **chart.span(point.found, 100)}
                 for point in row.roc
             ]
             panels.append(
-                panel(
-                    numbers("accused of the others, %", (0, 100), values=[0, 50, 100]),
-                    numbers("found, %", (0, 100), values=[0, 50, 100]),
-                    [Series("found", COLOURS[0]), Series("chance", dash=(2, 2))],
+                chart.panel(
+                    chart.numbers("accused of the others, %", (0, 100), values=[0, 50, 100]),
+                    chart.numbers("found, %", (0, 100), values=[0, 50, 100]),
+                    [Series("found", chart.COLOURS[0]), Series("chance", dash=(2, 2))],
                     lines=[*curve, *chance],
                     bands=curve,
                     title=printable(row.score),
@@ -253,5 +238,5 @@ def membership(summary: MembershipSummary) -> Iterator[Picture]:
             "share of others that are accused, over all rounds; shaded: 95 % interval at each "
             "threshold",
             f"Areas under the curves: {words}. The table below has the intervals.",
-            _drawn(grid(panels, 2)),
+            _drawn(chart.grid(panels, 2)),
         )

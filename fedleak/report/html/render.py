@@ -7,16 +7,17 @@ browser load nothing but what is in the file: its own script and style, by their
 import base64
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import asdict
 from functools import cache
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from fedleak.report.html.page import PrivateText, RunPage, SweepPage, TextAnswer, TrendsPage
+from fedleak.report.html.page import Page, RunPage, SweepPage, TrendsPage
 from fedleak.report.table import Table
-from fedleak.report.words import figure
+from fedleak.util.nested import mapped
 from fedleak.util.sanitise import printable
 from fedleak.util.versions import VERSION, now
 
@@ -26,19 +27,18 @@ LONGEST_TEXT = 4_000
 MOST_COLUMNS = 12
 """Columns that a table of attacks has side by side; more attacks stand in further tables."""
 
-
 TEMPLATES = {RunPage: "run.html.j2", SweepPage: "sweep.html.j2", TrendsPage: "trends.html.j2"}
 
 
-def render(page: RunPage | SweepPage | TrendsPage) -> bytes:
+def render(page: Page) -> bytes:
     """Returns the file's content."""
     environment = _environment()
     style, script = (_source(name) for name in ("style.css", "report.js"))
     # The script shows the texts, and nothing else needs one.
-    texts = [_text(text) for text in page.texts] if isinstance(page, RunPage) else []
+    texts = [asdict(text) for text in page.texts] if isinstance(page, RunPage) else []
     written = environment.get_template(TEMPLATES[type(page)]).render(
         page=page,
-        texts=texts,
+        texts=mapped(texts, bounded),
         version=VERSION,
         now=now(),
         # They are of this package, and no value is in them.
@@ -101,31 +101,11 @@ def _parts(table: Table) -> Iterator[Table]:
     return table.parts(lambda part: len(part.columns) <= MOST_COLUMNS)
 
 
-def _text(text: PrivateText) -> Mapping[str, Any]:
-    """Returns what the script shows of a private text."""
-    return {
-        "round": text.round,
-        "client": text.client,
-        "truth": bounded(text.truth),
-        "answers": [_answer(answer) for answer in text.answers],
-    }
-
-
-def _answer(answer: TextAnswer) -> Mapping[str, Any]:
-    return {
-        "attack": bounded(answer.attack),
-        "text": None if answer.text is None else bounded(answer.text),
-        "rouge": None if answer.rougeL is None else round(answer.rougeL),
-        "tokens": None if answer.tokens is None else round(100 * answer.tokens),
-        "exact": answer.exact,
-        "proved": answer.proved,
-        "margin": None if answer.margin is None else figure(answer.margin),
-    }
-
-
-def bounded(text: str) -> str:
-    """Returns a text that can be printed, with a note where it was cut."""
-    shown = printable(text[:LONGEST_TEXT])
-    if len(text) <= LONGEST_TEXT:
+def bounded(value: Any) -> Any:
+    """Returns a text that can be printed, with a note where it was cut; no text stays as it is."""
+    if not isinstance(value, str):
+        return value
+    shown = printable(value[:LONGEST_TEXT])
+    if len(value) <= LONGEST_TEXT:
         return shown
-    return f"{shown} [cut: the first {LONGEST_TEXT:,} of {len(text):,} characters]"
+    return f"{shown} [cut: the first {LONGEST_TEXT:,} of {len(value):,} characters]"

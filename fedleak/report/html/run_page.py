@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain, zip_longest
 from typing import Any
 
@@ -10,32 +10,19 @@ import tomli_w
 from pydantic import ValidationError
 
 from fedleak.audit.answer_scores import Scored, TextPair
-from fedleak.audit.defense_checks import FINDINGS, Finding
+from fedleak.audit.defense_checks import FINDINGS
 from fedleak.config.experiment import Experiment
 from fedleak.federation.lookup import stored
-from fedleak.federation.schedule import captures_made
 from fedleak.models import LanguageModel
 from fedleak.models.loading import outline
 from fedleak.report.html import pictures
-from fedleak.report.html.page import Entry, PrivateText, RunPage, Shown, TextAnswer
-from fedleak.report.html.verdict import Extent, Guaranteed, run_verdict
+from fedleak.report.html.page import Entry, PrivateText, RunPage, TextAnswer
+from fedleak.report.html.verdict import granted, informed, verdict_of
 from fedleak.report.table import Cell, Table, Tone, figures, plain, words
 from fedleak.report.tables.advice import advice_table
-from fedleak.report.tables.attacks import attack_table
 from fedleak.report.tables.audit import gate_tables, plan_table
-from fedleak.report.tables.canaries import canary_table
-from fedleak.report.tables.detections import detections_table
-from fedleak.report.tables.ladder import ladder_table
-from fedleak.report.tables.leakage import (
-    MOST_ROWS,
-    ReadShare,
-    client_name,
-    leakage_table,
-    shares,
-)
-from fedleak.report.tables.membership import membership_tables
-from fedleak.report.tables.personal_data import personal_data_tables
-from fedleak.report.tables.published import published_table
+from fedleak.report.tables.leakage import MOST_ROWS, client_name, leakage_table, shares
+from fedleak.report.tables.run import run_tables
 from fedleak.report.words import NOT_MEASURED, SEES, counted, figure, in_words, listed, number
 from fedleak.store.audits import AUDIT
 from fedleak.store.records import (
@@ -48,14 +35,13 @@ from fedleak.store.records import (
     text_counts,
 )
 from fedleak.store.run import Key, Run
-from fedleak.store.summaries import SUMMARY, CanarySummary, RunSummary
+from fedleak.store.summaries import SUMMARY, RunSummary
 from fedleak.training.privacy import NONE
 from fedleak.util.errors import FedleakError
 from fedleak.util.nested import mapped
 
-WORDS_KNOWN, ORDER_UNKNOWN = 0.9, 0.5
-"""Words are known if at least this share of tokens is found; their order is not if less than this
-share of texts is read exactly."""
+MOST_NAMED = 12
+"""Rounds or clients that are named."""
 
 WRITTEN = "Zoë pays 5 € at the Café, \U0001f600!"
 """What a tokenizer may not keep as it is: capitals, accents, signs."""
@@ -76,48 +62,46 @@ def run_page(run: Run, scored: Sequence[Scored], *, redact: bool = False) -> Run
     model = outline(experiment.model_spec(info["num_labels"]))
     if redact:
         experiment = _without_folders(experiment)
-    rows = [answer.row for answer in scored]
-    ledger, utility = run.rows(LEDGER), run.rows(UTILITY)
-    most = _with_all_facts(summary)
-    read = shares([row for row in rows if row.attack in most.attacks])
-    texts = [] if redact else _texts(scored)
-    of_rounds = sorted({key.round for key in read})
-    guaranteed = _guaranteed(experiment, summary, ledger)
+    rows, ledger, utility = [answer.row for answer in scored], run.rows(LEDGER), run.rows(UTILITY)
+    read = shares([row for row in rows if row.attack in informed(summary).attacks])
+    texts, tables = [] if redact else _texts(scored), run_tables(summary, experiment.defense)
+    of_models = experiment.sees == "models"
+    leaked = leakage_table(experiment.name, rows, read, ledger, of_models)
+    versions = {
+        "begun": info.get("begun"),
+        **({} if redact else {"run by": info.get("user")}),
+        "machine": info.get("machine"),
+        "attacks ran on": ", ".join(sorted({row.device for row in rows if row.device})),
+        **info.get("versions", {}),
+        "commit": info.get("git_commit"),
+        "experiment": info["fingerprint"],
+        "weights at the start": summary.model_fingerprint,
+    }
     return RunPage(
         name=summary.name,
         begun=str(info.get("begun") or "on a day that was not noted"),
         redacted=redact,
-        verdict=run_verdict(most, _extent(experiment, most, rows, read), guaranteed),
+        verdict=verdict_of(run, rows),
         audit=_audit_tables(run, redact),
         missing=_sentences_or_count(summary.missing, redact),
         notes=_sentences_or_count(summary.notes, redact),
         setting=_setting(experiment),
         threat=_threat(experiment, summary),
-        leakage=_leakage(experiment, rows, read, ledger),
+        leakage=[*pictures.leakage(read), leaked] if rows else [],
         training=[
-            *pictures.training(utility, ledger, of_rounds),
+            *pictures.training(utility, ledger, sorted({key.round for key in read})),
             *_training_tables(utility, summary),
         ],
-        attacks=_attacks(summary),
-        ladder=[ladder_table(summary, summary.ladder)] if summary.ladder else [],
-        membership=_membership(summary),
-        published=[published_table(summary.published)] if summary.published else [],
+        attacks=[*pictures.attacks(summary.attacks), *tables["attacks"]],
+        ladder=tables["ladder"],
+        membership=[*pictures.membership(summary.membership), *tables["membership"]],
+        published=tables["published"],
         texts=texts,
         texts_note=_texts_note(rows, texts, model, redact),
-        defenses=_defense_tables(run, experiment, summary, redact),
-        privacy=guaranteed.sentence,
+        defenses=[*tables["defenses"], *_findings(run), *tables["detections"]],
         canary_alarms=summary.canary.alarms if summary.canary else (),
-        ledger=_ledger_tables(ledger, summary.canary),
-        versions=[
-            Entry("begun", str(info.get("begun") or NOT_MEASURED)),
-            *([] if redact else [Entry("run by", str(info.get("user") or NOT_MEASURED))]),
-            Entry("machine", str(info.get("machine") or NOT_MEASURED)),
-            Entry("attacks ran on", ", ".join(_devices(rows)) or NOT_MEASURED),
-            *(Entry(name, str(value)) for name, value in info.get("versions", {}).items()),
-            Entry("commit", str(info.get("git_commit") or NOT_MEASURED)),
-            Entry("experiment", str(info["fingerprint"])),
-            Entry("weights at the start", str(summary.model_fingerprint or NOT_MEASURED)),
-        ],
+        ledger=[*_ledger_tables(ledger, audited=bool(summary.canary)), *tables["canaries"]],
+        versions=[Entry(name, str(value or NOT_MEASURED)) for name, value in versions.items()],
         repeat=f"fedleak run {shlex.quote(experiment.name + '.toml')}",
         experiment=tomli_w.dumps(experiment.model_dump(mode="json", exclude_none=True)),
     )
@@ -139,23 +123,6 @@ def _audit_tables(run: Run, redact: bool) -> list[Table]:
     return [*gate_tables(audit), plan_table(audit), *advice]
 
 
-def _with_all_facts(summary: RunSummary) -> RunSummary:
-    """Returns the figures of attacks that are told all facts, where there is a ladder."""
-    if summary.ladder is None:
-        return summary
-    names = summary.ladder.top.attacks.values()
-    return summary.model_copy(
-        update={
-            "attacks": {name: attack for name, attack in summary.attacks.items() if name in names}
-        }
-    )
-
-
-def _granted(experiment: Experiment, summary: RunSummary) -> Sequence[str]:
-    """Returns the facts that the best informed attacker is told."""
-    return summary.ladder.top.granted if summary.ladder else sorted(experiment.threat.knows)
-
-
 def _without_folders(experiment: Experiment) -> Experiment:
     """Returns an experiment with the last part of each path: folders may name their owner."""
 
@@ -164,44 +131,6 @@ def _without_folders(experiment: Experiment) -> Experiment:
         return re.sub(folders, r"\1.../", value) if isinstance(value, str) else value
 
     return Experiment.model_validate(mapped(experiment.model_dump(mode="json"), shortened))
-
-
-def _devices(rows: Sequence[LeakageRow]) -> list[str]:
-    return sorted({row.device for row in rows if row.device is not None})
-
-
-def _extent(
-    experiment: Experiment,
-    summary: RunSummary,
-    rows: Sequence[LeakageRow],
-    read: Mapping[Key, ReadShare],
-) -> Extent:
-    return Extent(
-        attacked=len(read),
-        sent=len(captures_made(experiment)),
-        unordered=unordered(rows, read),
-        late=len(late(rows)),
-        granted=_granted(experiment, summary),
-        sees=experiment.sees,
-        adapters=experiment.model.lora is not None,
-    )
-
-
-def late(rows: Iterable[LeakageRow]) -> frozenset[Key]:
-    """Returns the updates of which an attack's time was up and nothing is proved."""
-    rows = list(rows)
-    up = {row.key for row in rows if row.diagnostics.get("time_up")}
-    return frozenset(up - {row.key for row in rows if row.verified})
-
-
-def unordered(rows: Iterable[LeakageRow], read: Mapping[Key, ReadShare]) -> int:
-    """Counts the updates whose words are known and whose order more time may read."""
-    unfinished = late(rows)
-    return sum(
-        (share.tokens or 0.0) >= WORDS_KNOWN and (share.exact or 0.0) < ORDER_UNKNOWN
-        for key, share in read.items()
-        if key in unfinished
-    )
 
 
 def _setting(experiment: Experiment) -> list[Entry]:
@@ -247,9 +176,8 @@ def _threat(experiment: Experiment, summary: RunSummary) -> list[Entry]:
         attacker = f"the server, which is malicious: {summary.server}"
     if experiment.sees == "models":
         attacker = "whoever has the models that the server publishes; not the server itself"
-    rounds, clients = experiment.threat.rounds, experiment.threat.clients
-    granted = [fact.replace("_", " ") for fact in _granted(experiment, summary)]
-    grants = listed(granted) if granted else "nothing more"
+    facts = [fact.replace("_", " ") for fact in granted(experiment, summary)]
+    grants = listed(facts) if facts else "nothing more"
     if summary.ladder is not None:
         grants = f"{grants} (and less: see what each fact is worth)"
     return [
@@ -257,28 +185,22 @@ def _threat(experiment: Experiment, summary: RunSummary) -> list[Entry]:
         Entry("sees", f"{SEES[experiment.sees]}, and the models that it broadcast"),
         Entry("knows anyway", "learning rate, number of local steps, whether there is dropout"),
         Entry("is granted", grants),
-        Entry("attacked rounds", "all" if rounds is None else listed(_first_numbers(rounds))),
-        Entry("attacked clients", "all" if clients is None else listed(_first_numbers(clients))),
+        Entry("attacked rounds", first_numbers(experiment.threat.rounds)),
+        Entry("attacked clients", first_numbers(experiment.threat.clients)),
         Entry("attacks", listed(sorted(summary.attacks)) if summary.attacks else "none"),
     ]
 
 
-def _first_numbers(numbers: Sequence[int]) -> list[str]:
-    """Returns the first numbers of many, in words."""
-    return [f"{number:,}" for number in numbers[:12]]
+def first_numbers(numbers: Sequence[int] | None) -> str:
+    """Returns the first of many rounds or clients, and how many more there are; None: all.
 
-
-def _leakage(
-    experiment: Experiment,
-    rows: Sequence[LeakageRow],
-    read: Mapping[Key, ReadShare],
-    ledger: Sequence[LedgerRow],
-) -> list[Shown]:
-    if not rows:
-        return []
-    of_models = experiment.sees == "models"
-    table = leakage_table(experiment.name, rows, read, ledger, of_models)
-    return [*pictures.leakage(read), table]
+    >>> first_numbers([1, 2, 3])
+    '1, 2 and 3'
+    """
+    if numbers is None:
+        return "all"
+    more = [f"{len(numbers) - MOST_NAMED:,} more"] * (len(numbers) > MOST_NAMED)
+    return listed([*(f"{number:,}" for number in numbers[:MOST_NAMED]), *more])
 
 
 def _training_tables(utility: Sequence[Utility], summary: RunSummary) -> list[Table]:
@@ -292,22 +214,6 @@ def _training_tables(utility: Sequence[Utility], summary: RunSummary) -> list[Ta
     columns = [*words("after"), *figures(*names)]
     notes = [f"On {counted(summary.held_out, 'held-out text')}."]
     return [Table("Utility by round", columns, rows, notes)]
-
-
-def _attacks(summary: RunSummary) -> list[Shown]:
-    if not summary.attacks:
-        return []
-    return [
-        *pictures.attacks(summary.attacks),
-        attack_table(summary),
-        *personal_data_tables(summary),
-    ]
-
-
-def _membership(summary: RunSummary) -> list[Shown]:
-    if summary.membership is None:
-        return []
-    return [*pictures.membership(summary.membership), *membership_tables(summary.membership)]
 
 
 def _texts(scored: Sequence[Scored]) -> list[PrivateText]:
@@ -340,7 +246,7 @@ def _answer(row: LeakageRow, pair: TextPair | None, score: TextScore | None) -> 
         tokens=None if score is None else score.token_recall,
         exact=exact,
         proved=row.verified,
-        margin=row.margin,
+        margin=None if row.margin is None else figure(row.margin),
     )
 
 
@@ -370,86 +276,34 @@ def _texts_note(
     return " ".join(notes)
 
 
-def _defense_tables(
-    run: Run, experiment: Experiment, summary: RunSummary, redact: bool
-) -> list[Table]:
-    tables = []
-    effects = {effect.defense: effect for effect in summary.defended}
-    rows = [
-        plain(
-            f"{place}: {table['kind']}",
-            in_words({key: value for key, value in table.items() if key != "kind"}) or "defaults",
-            _figures(effects[place].figures) if place in effects else NOT_MEASURED,
-        )
-        for place, table in enumerate(experiment.defense)
-    ]
-    if rows:
-        note = (
-            "An update is one client's: what rounding before a secure sum does is here, and what "
-            "the sum itself hides is not."
-        )
-        title = "Defenses, and what they did to an update on average"
-        tables.append(Table(title, words("defense", "settings", "did"), rows, [note]))
+def _findings(run: Run) -> list[Table]:
+    """Returns what the check of the defenses found before the run, if there was one."""
+    path = run.path / "checks.json"
+    if not path.is_file():
+        return []
+    try:
+        findings = FINDINGS.validate_python(run.read_json(path.name))
+    except ValidationError:
+        raise FedleakError(
+            f"{path} is damaged (it is no list of findings): delete it; the report is then "
+            "without what the check of the defenses found"
+        ) from None
     rows = [
         [
             *plain(finding.defense, finding.claim),
             Cell("holds") if finding.holds else Cell("FAILS", Tone.ALARM),
             Cell(finding.figures),
         ]
-        for finding in _checks(run)
+        for finding in findings
     ]
-    if rows:
-        note = "The check uses made-up updates and no private text."
-        title = "What the check before the run found"
-        tables.append(Table(title, words("tested", "claim", "result", "figures"), rows, [note]))
-    if summary.detections is not None:
-        tables.append(detections_table(summary.detections))
-    return tables
+    columns = words("tested", "claim", "result", "figures")
+    note = "The check uses made-up updates and no private text."
+    return [Table("What the check before the run found", columns, rows, [note])] if rows else []
 
 
-def _figures(figures: Mapping[str, float | None]) -> str:
-    shown = [f"{name.replace('_', ' ')} {figure(value)}" for name, value in figures.items()]
-    return ", ".join(shown) or NOT_MEASURED
-
-
-def _checks(run: Run) -> list[Finding]:
-    if not (run.path / "checks.json").is_file():
-        return []
-    try:
-        return FINDINGS.validate_python(run.read_json("checks.json"))
-    except ValidationError:
-        path = run.path / "checks.json"
-        raise FedleakError(
-            f"{path} is damaged (it is no list of findings): delete it; the report is then "
-            "without what the check of the defenses found"
-        ) from None
-
-
-def _guaranteed(
-    experiment: Experiment, summary: RunSummary, ledger: Sequence[LedgerRow]
-) -> Guaranteed:
-    held, aggregator = summary.privacy, experiment.aggregator
-    if held is None:
-        return Guaranteed(None, "No client has trained, so there is no ledger.")
-    rounds = counted(max(row.round for row in ledger), "round")
-    if held.epsilon == NONE:
-        return Guaranteed(
-            None, f"Nothing is guaranteed to every client: there is no epsilon after {rounds}."
-        )
-    sentence = (
-        f"Every client has an epsilon of at most {figure(held.epsilon)} at delta "
-        f"{figure(held.delta)} after {rounds} (unit: {held.unit}; neighbouring: "
-        f"{held.neighbouring}; accountant: {held.accountant})."
-    )
-    if aggregator is None or aggregator.trust is None:
-        return Guaranteed(float(held.epsilon), sentence)
-    against = float(held.epsilon) if experiment.sees == "models" else None
-    return Guaranteed(against, f"{sentence} Mind that {aggregator.trust}.")
-
-
-def _ledger_tables(ledger: Sequence[LedgerRow], canary: CanarySummary | None) -> list[Table]:
+def _ledger_tables(ledger: Sequence[LedgerRow], *, audited: bool) -> list[Table]:
     last = {(row.client, row.unit): row for row in ledger}
-    if canary is None and all(row.epsilon == NONE for row in last.values()):
+    if not audited and all(row.epsilon == NONE for row in last.values()):
         return []
     rows = [
         plain(
@@ -474,5 +328,4 @@ def _ledger_tables(ledger: Sequence[LedgerRow], canary: CanarySummary | None) ->
         *words("accountant"),
     ]
     notes = [f"{more:,} more are in privacy.jsonl of the run."] if more else []
-    table = Table("Each client's last row of the ledger", columns, rows, notes)
-    return [table, *([canary_table(canary)] if canary else [])]
+    return [Table("Each client's last row of the ledger", columns, rows, notes)]

@@ -4,13 +4,27 @@ from collections.abc import Iterator, Mapping
 
 from fedleak.report.drawings.chart import svg
 from fedleak.report.drawings.sweeps import DRAWINGS
-from fedleak.report.html.page import Entry, Picture, SweepPage
-from fedleak.report.html.verdict import strongest, sweep_verdict
+from fedleak.report.html.page import Entry, Level, Picture, SweepPage, Verdict
+from fedleak.report.html.verdict import NO_TEXT_READ, UNMEASURED, not_seen, strongest
 from fedleak.report.table import Cell, Column, Table, figures, plain, words
+from fedleak.report.tables.attacks import FIGURES, shown
 from fedleak.report.tables.sweep import UTILITIES, attacks_table, utility, utility_measure
-from fedleak.report.words import INTERVALS, NOT_MEASURED, figure, in_words, interval, starred
+from fedleak.report.words import (
+    INTERVALS,
+    MALICIOUS,
+    NOT_MEASURED,
+    counted,
+    figure,
+    in_words,
+    percent,
+    share,
+    starred,
+)
 from fedleak.store.summaries import CellSummary, SweepSummary
 from fedleak.training.privacy import NONE
+
+READ = ("exact_match", "rougeL", "control_rougeL", "token_recall")
+"""Figures of what was read in a cell."""
 
 
 def sweep_page(
@@ -44,7 +58,7 @@ def sweep_page(
 
 def _cells_table(collected: SweepSummary, reports: Mapping[str, str]) -> Table:
     measure = utility_measure(collected)
-    headings = ("texts exact, %", "ROUGE-L", "other update: ROUGE-L", "tokens found, %")
+    headings = (FIGURES[name][0] for name in READ)
     rows = [
         [
             *plain(
@@ -77,14 +91,8 @@ def _cells_table(collected: SweepSummary, reports: Mapping[str, str]) -> Table:
 def _leak_cells(cell: CellSummary) -> list[str]:
     leak = strongest(cell.worst_case, cell.attacks)
     if leak is None:
-        return ["no answer" if cell.attacks else cell.status, *[NOT_MEASURED] * 4]
-    return [
-        starred(leak.by, leak.read.warning),
-        interval(leak.read.exact_match, 100),
-        interval(leak.read.rougeL),
-        interval(leak.read.control_rougeL),
-        interval(leak.read.token_recall, 100),
-    ]
+        return ["no answer" if cell.attacks else cell.status, *[NOT_MEASURED] * len(READ)]
+    return [starred(leak.by, leak.read.warning), *(shown(leak.read, name) for name in READ)]
 
 
 def _pictures(collected: SweepSummary) -> Iterator[Picture]:
@@ -93,3 +101,51 @@ def _pictures(collected: SweepSummary) -> Iterator[Picture]:
     for caption, chart in DRAWINGS.values():
         if (drawn := chart(collected)) is not None:
             yield Picture(caption, instead, svg(drawn, on_page=True), wide=True)
+
+
+def sweep_verdict(collected: SweepSummary) -> Verdict:
+    """Returns the verdict on a sweep."""
+    measured = [(cell, strongest(cell.worst_case, cell.attacks)) for cell in collected.cells]
+    answered = [(cell, leakage) for cell, leakage in measured if leakage is not None]
+    exact = [(cell, leakage) for cell, leakage in answered if leakage.exact_texts]
+    cells = counted(len(measured), "cell")
+    malicious = sum(cell.server is not None for cell in collected.cells)
+    who = "An attacker who follows the protocol"
+    if malicious:
+        who = f"An attacker (a {MALICIOUS} in {malicious} of {cells})"
+    if not answered:
+        level, headline = Level.UNKNOWN, UNMEASURED
+        read = f"How much an attacker could read was not measured in any of {cells}."
+        sure = "Where no attack has an answer, nothing is known."
+    elif exact:
+        level, headline = Level.READ, "Private texts were read"
+        cell, most = max(exact, key=lambda pair: pair[1].strength[0])
+        read = (
+            f"{who} could read private texts word for word in {len(exact)} of {cells}, most in the "
+            f"cell {cell.cell}: {most.exact_texts:,} of {counted(most.texts, 'text')}."
+        )
+        sure = (
+            f"There the share is between {share(most.read.exact_match)} for other clients like "
+            f"these (95 % interval over {counted(most.read.clients, 'client')})."
+        )
+    else:
+        level, headline = Level.PARTLY, NO_TEXT_READ
+        read = (
+            f"{who} could read no private text word for word in {cells}, but attacks answered in "
+            f"{len(answered)} of them."
+        )
+        sure = "What they read in part is in the table below."
+        shares = (leakage.read.exact_match for _, leakage in answered)
+        highest = max((exact_match.high for exact_match in shares if exact_match), default=None)
+        if highest is not None:
+            sure = (
+                "For other clients like these the share of texts read word for word may still be "
+                f"up to {percent(highest)} in a cell (upper end of the 95 % interval)."
+            )
+    if any(leakage.read.warning for _, leakage in answered):
+        sure = f"{sure[:-1]}; cells with few texts or clients are examples and not rates."
+    without = len(measured) - len(answered)
+    gaps = [f"{counted(without, 'cell')} without an answer"] if without else []
+    unseen = not_seen([*gaps, "settings between the cells"])
+    entries = Entry("Read", read), Entry("How sure", sure), Entry("Not seen", unseen)
+    return Verdict(level, headline, entries)

@@ -1,34 +1,35 @@
 """The verdict: sentences that stand on figures. None of them calls a setting safe."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from fedleak.attacks.reconstruction import Status
 from fedleak.audit.metrics.intervals import wilson
+from fedleak.config.experiment import Experiment
+from fedleak.federation.lookup import stored
+from fedleak.federation.schedule import captures_made
 from fedleak.report.html.page import Entry, Level, Verdict
+from fedleak.report.tables.leakage import ReadShare, shares
 from fedleak.report.tables.membership import who_was_in
 from fedleak.report.tables.published import given_away
-from fedleak.report.words import (
-    MALICIOUS,
-    counted,
-    few_digits,
-    figure,
-    listed,
-    percent,
-    share,
-)
-from fedleak.store.records import UNSCORED
+from fedleak.report.words import MALICIOUS, counted, few_digits, figure, listed, percent, share
+from fedleak.store.records import LEDGER, UNSCORED, LeakageRow, LedgerRow
+from fedleak.store.run import Key, Run
 from fedleak.store.summaries import (
     NEARLY,
+    SUMMARY,
     AttackSummary,
     CanarySummary,
-    CellSummary,
     MembershipSummary,
     RunSummary,
-    SweepSummary,
     WorstCase,
 )
 from fedleak.training.observation import GRANTABLE, Sight
+from fedleak.training.privacy import NONE
+
+WORDS_KNOWN, ORDER_UNKNOWN = 0.9, 0.5
+"""Words are known if at least this share of tokens is found; their order is not if less than this
+share of texts is read exactly."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,12 @@ class Strongest:
         """How many texts were read word for word."""
         return round(self.read.exact_match.mean * self.texts) if self.read.exact_match else 0
 
+    @property
+    def strength(self) -> tuple[float, ...]:
+        """Shares of texts read, ROUGE-L, and the share of tokens found; -1: not measured."""
+        estimates = (self.read.exact_match, self.read.rougeL, self.read.token_recall)
+        return tuple(-1.0 if estimate is None else estimate.mean for estimate in estimates)
+
 
 def strongest(worst: WorstCase | None, attacks: Mapping[str, AttackSummary]) -> Strongest | None:
     """Returns the worst case over attacks; without one the strongest attack's figures.
@@ -60,11 +67,11 @@ def strongest(worst: WorstCase | None, attacks: Mapping[str, AttackSummary]) -> 
     """
     if worst is not None:
         return Strongest(_readers(worst), worst.texts - worst.unattacked, worst.nearly, worst)
-    answered = {name: attack for name, attack in attacks.items() if max(_strength(attack)) >= 0}
-    if not answered:
-        return None
-    name, attack = max(answered.items(), key=lambda named: _strength(named[1]))
-    return Strongest(f"the attack {name}", attack.sequences, 0, attack)
+    alone = (
+        Strongest(f"the attack {name}", row.sequences, 0, row) for name, row in attacks.items()
+    )
+    answered = [attack for attack in alone if max(attack.strength) >= 0]
+    return max(answered, key=lambda attack: attack.strength, default=None)
 
 
 def _readers(worst: WorstCase) -> str:
@@ -74,11 +81,6 @@ def _readers(worst: WorstCase) -> str:
         return f"the attack {names[0]}"
     counts = listed([f"{name} {count:,}" for name, count in worst.first.items()] or names)
     return f"{len(names)} attacks together ({counts})"
-
-
-def _strength(attack: AttackSummary | WorstCase) -> tuple[float, ...]:
-    estimates = (attack.exact_match, attack.rougeL, attack.token_recall)
-    return tuple(-1.0 if estimate is None else estimate.mean for estimate in estimates)
 
 
 SEEN: Mapping[Sight, tuple[str, str]] = {
@@ -100,7 +102,6 @@ class Extent:
         late: Updates of which an attack's time was up and nothing is proved.
         granted: Facts that the attacker was told beyond the protocol.
         sees: What the attacker sees.
-        malicious: Whether the server changed the model that it sent.
         adapters: Whether clients train LoRA adapters and not the model.
     """
 
@@ -110,7 +111,6 @@ class Extent:
     late: int = 0
     granted: Sequence[str]
     sees: Sight
-    malicious: bool = False
     adapters: bool = False
 
 
@@ -127,14 +127,92 @@ class Guaranteed:
     sentence: str
 
 
-NOT_MEASURED = "What can be read was not measured"
+def verdict_of(run: Run, rows: Sequence[LeakageRow]) -> Verdict:
+    """Returns the verdict on a run that was just scored.
+
+    Raises:
+        FedleakError: A file is missing or damaged.
+    """
+    experiment, summary = stored(run), informed(run.read_document(SUMMARY))
+    read = shares([row for row in rows if row.attack in summary.attacks])
+    extent = Extent(
+        attacked=len(read),
+        sent=len(captures_made(experiment)),
+        unordered=unordered(rows, read),
+        late=len(late(rows)),
+        granted=granted(experiment, summary),
+        sees=experiment.sees,
+        adapters=experiment.model.lora is not None,
+    )
+    return run_verdict(summary, extent, _guaranteed(experiment, summary, run.rows(LEDGER)))
+
+
+def informed(summary: RunSummary) -> RunSummary:
+    """Returns the figures of attacks that are told all facts, where there is a ladder."""
+    if summary.ladder is None:
+        return summary
+    names = summary.ladder.top.attacks.values()
+    return summary.model_copy(
+        update={
+            "attacks": {name: attack for name, attack in summary.attacks.items() if name in names}
+        }
+    )
+
+
+def granted(experiment: Experiment, summary: RunSummary) -> Sequence[str]:
+    """Returns the facts that the best informed attacker is told."""
+    return summary.ladder.top.granted if summary.ladder else sorted(experiment.threat.knows)
+
+
+def late(rows: Iterable[LeakageRow]) -> frozenset[Key]:
+    """Returns the updates of which an attack's time was up and nothing is proved."""
+    rows = list(rows)
+    up = {row.key for row in rows if row.diagnostics.get("time_up")}
+    return frozenset(up - {row.key for row in rows if row.verified})
+
+
+def unordered(rows: Iterable[LeakageRow], read: Mapping[Key, ReadShare]) -> int:
+    """Counts the updates whose words are known and whose order more time may read."""
+    unfinished = late(rows)
+    return sum(
+        (share.tokens or 0.0) >= WORDS_KNOWN and (share.exact or 0.0) < ORDER_UNKNOWN
+        for key, share in read.items()
+        if key in unfinished
+    )
+
+
+def _guaranteed(
+    experiment: Experiment, summary: RunSummary, ledger: Sequence[LedgerRow]
+) -> Guaranteed:
+    held, aggregator = summary.privacy, experiment.aggregator
+    if held is None:
+        return Guaranteed(None, "No client has trained, so there is no ledger.")
+    rounds = counted(max((row.round for row in ledger), default=0), "round")
+    if held.epsilon == NONE:
+        return Guaranteed(
+            None, f"Nothing is guaranteed to every client: there is no epsilon after {rounds}."
+        )
+    sentence = (
+        f"Every client has an epsilon of at most {figure(held.epsilon)} at delta "
+        f"{figure(held.delta)} after {rounds} (unit: {held.unit}; neighbouring: "
+        f"{held.neighbouring}; accountant: {held.accountant}; noise multiplier: "
+        f"{figure(held.noise_multiplier)})."
+    )
+    if aggregator is None or aggregator.trust is None:
+        return Guaranteed(float(held.epsilon), sentence)
+    against = float(held.epsilon) if experiment.sees == "models" else None
+    return Guaranteed(against, f"{sentence} Mind that {aggregator.trust}.")
+
+
+UNMEASURED = "What can be read was not measured"
 """The headline where no attack gave an answer that could be compared."""
+
+NO_TEXT_READ = "No text was read word for word in this test"
 
 
 def run_verdict(summary: RunSummary, extent: Extent, guaranteed: Guaranteed) -> Verdict:
     """Returns the verdict on a run."""
     leakage = strongest(summary.worst_case, summary.attacks)
-    extent = replace(extent, malicious=summary.server is not None)
     attacks, membership = summary.attacks, _membership_sentence(summary.membership)
     level = _level(leakage, attacks)
     level = Level.PARTLY if membership and level == Level.UNKNOWN else level
@@ -152,7 +230,7 @@ def run_verdict(summary: RunSummary, extent: Extent, guaranteed: Guaranteed) -> 
         worst + by + _epsilon_clause(guaranteed, summary.canary),
         (
             *([Entry("Server", f"It is malicious: {summary.server}.")] if summary.server else []),
-            Entry("Read", _what_was_read(leakage, attacks, extent) + _personal_data(leakage)),
+            Entry("Read", _what_was_read(leakage, summary, extent) + _personal_data(leakage)),
             Entry("Who was in", membership or _nobody_told(summary.membership)),
             *([Entry("Published model", f"{given}.")] if given else []),
             Entry("Guaranteed", guaranteed.sentence),
@@ -173,8 +251,8 @@ def _worst(
     silent: bool,
 ) -> str:
     """Returns the worst that was found, in a few words; silent attacks all abstained."""
-    were = "was" if leakage is not None and leakage.exact_texts == 1 else "were"
     if leakage is not None and leakage.exact_texts:
+        were = "was" if leakage.exact_texts == 1 else "were"
         texts = counted(leakage.texts, "private text")
         return f"{leakage.exact_texts:,} of {texts} {were} read word for word"
     if level == Level.READ:
@@ -190,10 +268,10 @@ def _worst(
     if membership:
         return "It could be told which texts were in an update"
     if leakage is None and not silent:
-        return NOT_MEASURED
+        return UNMEASURED
     if leakage is None or leakage.read.exact_match is None:
         return "No attack stands by a text that it read"
-    return "No text was read word for word in this test"
+    return NO_TEXT_READ
 
 
 def words_found(leakage: Strongest) -> float | None:
@@ -221,6 +299,8 @@ def _worth(summary: RunSummary) -> str:
         if before is not None and low <= before <= high:
             few = " So few texts do not show that training changed it."
     earlier = "" if before is None else f"; before training it was {few_digits(before)}"
+    if (central := summary.utility_reference) is not None:
+        earlier += f"; trained centrally, without defenses: {few_digits(central.figures.get(name))}"
     texts = counted(summary.held_out, "held-out text")
     return f"After round {after.round} its {name} is {value}{interval} on {texts}{earlier}.{few}"
 
@@ -239,10 +319,8 @@ def _level(leakage: Strongest | None, attacks: Mapping[str, AttackSummary]) -> L
     return Level.READ if leakage.exact_texts else Level.PARTLY
 
 
-def _what_was_read(
-    leakage: Strongest | None, attacks: Mapping[str, AttackSummary], extent: Extent
-) -> str:
-    who = "This server" if extent.malicious else "A server that follows the protocol"
+def _what_was_read(leakage: Strongest | None, summary: RunSummary, extent: Extent) -> str:
+    who = "This server" if summary.server else "A server that follows the protocol"
     if extent.sees == "models":
         who = "An attacker who has the published models"
     who += f" and was told {listed(extent.granted).replace('_', ' ')}" if extent.granted else ""
@@ -250,7 +328,7 @@ def _what_was_read(
     updates = counted(extent.attacked, noun) + source
     if leakage is None:
         why = f"no attack named a text or a word of any of {updates}"
-        if any(attack.unscored for attack in attacks.values()):
+        if any(attack.unscored for attack in summary.attacks.values()):
             why = f"attacks gave answers for {updates}, but what clients trained on is not here"
         return f"How much {who[0].lower()}{who[1:]} could read was not measured: {why}."
     tokens = "parts of the private texts"
@@ -318,8 +396,11 @@ def _read_of_copies(summary: RunSummary) -> str:
             f"Of {copies} the same attacks read no text word for word, so that they read none here "
             "shows little. "
         )
-    exact = percent(control.together.exact)
-    return f"Of {copies} the same attacks read {exact} of the texts word for word. "
+    exact, by_attack = percent(control.together.exact), ""
+    if len(control.attacks) > 1:
+        figures = [f"{name} {percent(read.exact)}" for name, read in control.attacks.items()]
+        by_attack = f" ({listed(figures)})"
+    return f"Of {copies} the same attacks read {exact} of the texts word for word{by_attack}. "
 
 
 def _membership_sentence(membership: MembershipSummary | None) -> str:
@@ -349,44 +430,41 @@ def _certainty(
     leakage: Strongest | None, attacks: Mapping[str, AttackSummary], extent: Extent
 ) -> str:
     surest = max(attacks.values(), key=lambda attack: attack.verified, default=None)
-    if leakage is None and surest is not None and surest.verified:
+    proved, rows = (surest.verified, surest.rows) if surest else (0, 0)
+    if leakage is None and proved:
         return (
-            f"But a proof confirms the whole answer for {surest.verified:,} of {surest.rows:,} "
-            "updates, so that the attacker knows these batches."
+            f"But a proof confirms the whole answer for {proved:,} of {rows:,} updates, so that "
+            "the attacker knows these batches."
         )
     if leakage is None:
         return (
             "Where an attack has no answer, nothing is known: another attack may read what this "
             "one did not."
         )
-    over, others = counted(leakage.read.clients, "client"), "other clients like these"
+    read = leakage.read
+    over, others = counted(read.clients, "client"), "other clients like these"
     if extent.sees != "updates":
         over = "the sums of one group of clients"
-        if leakage.read.clients > 1:
-            over = f"{leakage.read.clients} sums of different texts"
+        if read.clients > 1:
+            over = f"{read.clients} sums of different texts"
             others = "other rounds of these clients"
-    example = ""
-    if leakage.read.warning:
-        reason = leakage.read.warning.partition(":")[0]
-        example = f"This is an example and not a rate ({reason})"
-    sure = example
-    others = f"{example}: for {others}" if example else f"For {others}"
-    if leakage.read.exact_match is not None:
+    sure, others = "", f"For {others}"
+    if read.warning:
+        sure = f"This is an example and not a rate ({read.warning.partition(':')[0]})"
+        others = f"{sure}: {others.lower()}"
+    if read.exact_match is not None:
         sure = (
-            f"{others} the share of texts read word for word is between "
-            f"{share(leakage.read.exact_match)} (95 % interval over {over})"
+            f"{others} the share of texts read word for word is between {share(read.exact_match)} "
+            f"(95 % interval over {over})"
         )
-    elif leakage.read.token_recall is not None:
-        between = share(leakage.read.token_recall)
-        sure = f"{others} that share is between {between}"
-    proved, rows = (surest.verified, surest.rows) if surest else (0, 0)
-    sure += (
-        f", and a proof confirms the whole answer for {proved:,} of {rows:,} updates, so that "
-        "the attacker knows it too."
-        if proved
-        else ", and no answer is proved, so an attacker would not be certain of them."
+    elif read.token_recall is not None:
+        sure = f"{others} that share is between {share(read.token_recall)}"
+    if not proved:
+        return f"{sure}, and no answer is proved, so an attacker would not be certain of them."
+    return (
+        f"{sure}, and a proof confirms the whole answer for {proved:,} of {rows:,} updates, so "
+        "that the attacker knows it too."
     )
-    return sure
 
 
 def _unmeasured(summary: RunSummary, extent: Extent) -> str:
@@ -405,11 +483,16 @@ def _unmeasured(summary: RunSummary, extent: Extent) -> str:
         gaps.append(f"an attacker who is told {listed(untold, 'or').replace('_', ' ')}")
     if extent.sees == "models":
         gaps.append("the server itself, which has more than the models")
-    gaps += ["a server that departs from the protocol", "attacks other than those named here"]
     incomplete = "The results are incomplete (see below). " if summary.missing else ""
+    return incomplete + not_seen([*gaps, "a server that departs from the protocol"])
+
+
+def not_seen(gaps: Sequence[str]) -> str:
+    """Returns what was not measured, and what follows from that."""
+    unmeasured = listed([*gaps, "attacks other than those named here"])
     return (
-        f"{incomplete}Not measured: {listed(gaps)}; so this report can show that texts leak, and "
-        "cannot show that they do not."
+        f"Not measured: {unmeasured}; so this report can show that texts leak, and cannot show "
+        "that they do not."
     )
 
 
@@ -447,71 +530,3 @@ def next_step(
         return "Audit again whenever the model, the batches or the defenses change."
     first = wanted[0][0].upper() + wanted[0][1:]
     return f"{'; '.join([first, *wanted[1:]])}. Then audit again."
-
-
-def sweep_verdict(collected: SweepSummary) -> Verdict:
-    """Returns the verdict on a sweep."""
-    measured = [(cell, strongest(cell.worst_case, cell.attacks)) for cell in collected.cells]
-    answered = [(cell, leakage) for cell, leakage in measured if leakage is not None]
-    cells = counted(len(collected.cells), "cell")
-    without = len(collected.cells) - len(answered)
-    if not answered:
-        first = f"How much an attacker could read was not measured in any of {cells}."
-        second = "Where no attack has an answer, nothing is known."
-        return Verdict(Level.UNKNOWN, NOT_MEASURED, _of_sweep(first, second, without))
-    exact = [(cell, leakage) for cell, leakage in answered if leakage.exact_texts]
-    malicious = sum(cell.server is not None for cell in collected.cells)
-    who = "An attacker who follows the protocol"
-    if malicious:
-        who = f"An attacker (a {MALICIOUS} in {malicious} of {cells})"
-    if exact:
-        cell, leakage = max(exact, key=lambda pair: _strength(pair[1].read)[0])
-        first = (
-            f"{who} could read private texts word for word in "
-            f"{len(exact)} of {cells}, most in {_cell(cell)}: {leakage.exact_texts:,} of "
-            f"{counted(leakage.texts, 'text')}."
-        )
-        second = (
-            f"There the share is between {share(leakage.read.exact_match)} for other clients like "
-            f"these (95 % interval over {counted(leakage.read.clients, 'client')})."
-        )
-    else:
-        first = (
-            f"{who} could read no private text word for word in "
-            f"{cells}, but attacks answered in {len(answered)} of them."
-        )
-        shares = [leakage.read.exact_match for _, leakage in answered]
-        highest = max((exact_match.high for exact_match in shares if exact_match), default=None)
-        second = "What they read in part is in the table below."
-        if highest is not None:
-            second = (
-                "For other clients like these the share of texts read word for word may still be "
-                f"up to {percent(highest)} in a cell (upper end of the 95 % interval)."
-            )
-    if any(leakage.read.warning for _, leakage in answered):
-        second = f"{second[:-1]}; cells with few texts or clients are examples and not rates."
-    if not exact:
-        headline = "No text was read word for word in this test"
-        return Verdict(Level.PARTLY, headline, _of_sweep(first, second, without))
-    return Verdict(Level.READ, "Private texts were read", _of_sweep(first, second, without))
-
-
-def _of_sweep(read: str, sure: str, without: int) -> tuple[Entry, ...]:
-    return (
-        Entry("Read", read),
-        Entry("How sure", sure),
-        Entry("Not seen", _gaps_of_sweep(without)),
-    )
-
-
-def _gaps_of_sweep(without: int) -> str:
-    gaps = [f"{counted(without, 'cell')} without an answer"] if without else []
-    gaps += ["settings between the cells", "attacks other than those named here"]
-    return (
-        f"Not measured: {listed(gaps)}; so this report can show that texts leak, and cannot show "
-        "that they do not."
-    )
-
-
-def _cell(cell: CellSummary) -> str:
-    return f"the cell {cell.cell}"

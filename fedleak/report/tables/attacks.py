@@ -15,21 +15,21 @@ from fedleak.report.words import (
 from fedleak.store.summaries import AttackSummary, Estimate, MeanOfClients, RunSummary, WorstCase
 from fedleak.training.observation import GRANTABLE
 
-FIGURES = [
-    ("texts exact, %", "exact_match", 100),
-    ("ROUGE-1", "rouge1", 1),
-    ("ROUGE-2", "rouge2", 1),
-    ("ROUGE-L", "rougeL", 1),
-    ("ROUGE-L, other update", "control_rougeL", 1),
-    ("ROUGE-L, no update", "guess_rougeL", 1),
-    ("tokens found, %", "token_recall", 100),
-    ("tokens found, other update", "control_token_recall", 100),
-    ("tokens found, no update", "guess_token_recall", 100),
-    ("tokens right, %", "token_precision", 100),
-    ("personal data read, %", "personal_data", 100),
-    ("personal data, other update", "control_personal_data", 100),
-]
-"""Heading, name in a summary, and what is shown for a figure of 1."""
+FIGURES: Mapping[str, tuple[str, float]] = {
+    "exact_match": ("texts exact, %", 100),
+    "rouge1": ("ROUGE-1", 1),
+    "rouge2": ("ROUGE-2", 1),
+    "rougeL": ("ROUGE-L", 1),
+    "control_rougeL": ("ROUGE-L, other update", 1),
+    "guess_rougeL": ("ROUGE-L, no update", 1),
+    "token_recall": ("tokens found, %", 100),
+    "control_token_recall": ("tokens found, other update", 100),
+    "guess_token_recall": ("tokens found, no update", 100),
+    "token_precision": ("tokens right, %", 100),
+    "personal_data": ("personal data read, %", 100),
+    "control_personal_data": ("personal data, other update", 100),
+}
+"""By its name in a summary the heading of a figure, and what is shown for one of 1."""
 
 LIMITED = ("exact_match", "rougeL", "token_recall", "personal_data")
 """Figures that the gate limits, also with each client counted once."""
@@ -49,8 +49,8 @@ def attack_table(summary: RunSummary) -> Table:
         ["was told", *_each(attacks, lambda attack: granted(attack.knows)), told_most],
         ["answers", *_each(attacks, answers)],
         *(
-            [heading, *(interval(getattr(row, name, None), scale) for row in summaries)]
-            for heading, name, scale in FIGURES
+            [FIGURES[name][0], *(shown(row, name) for row in summaries)]
+            for name in FIGURES
             if "personal" not in name or any(row.personal for row in summaries)
         ),
         *(
@@ -61,7 +61,7 @@ def attack_table(summary: RunSummary) -> Table:
     ]
     once = [
         [f"{heading}, clients' mean", *(_of_clients(row, name, scale) for row in summaries)]
-        for heading, name, scale in FIGURES
+        for name, (heading, scale) in FIGURES.items()
         if name in LIMITED and any(_differs(getattr(row, name, None)) for row in summaries)
     ]
     rows[-1:-1] = once
@@ -80,6 +80,11 @@ def attack_table(summary: RunSummary) -> Table:
         [*warnings([row.warning for row in summaries]), INTERVALS],
         kept=1,
     )
+
+
+def shown(summary: AttackSummary | WorstCase | None, name: str) -> str:
+    """Returns a figure of a summary with its interval, if it was measured."""
+    return interval(getattr(summary, name, None), FIGURES[name][1])
 
 
 def _differs(figure: Estimate | None) -> bool:

@@ -13,7 +13,7 @@ def detections_table(summary: Detections) -> Table:
     """Returns a line for each detector."""
     notes = [
         "Looks: rounds of a client in which the detector had something to look at. Alarms: those "
-        "of them in which it alarmed.",
+        "of them in which it alarmed."
     ]
     if any(not detector.has_limit for detector in summary.detectors):
         notes.append("No limit: the detector measured, and nothing it finds is an alarm.")

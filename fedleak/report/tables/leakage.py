@@ -1,9 +1,12 @@
 """What was read in each update."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from fedleak.attacks.reconstruction import Status
+from fedleak.audit.pairing import best
 from fedleak.report.table import Cell, Column, Table, Tone, figures, plain, words
 from fedleak.report.words import NOT_MEASURED, number, percent
 from fedleak.store.records import LeakageRow, LedgerRow, text_counts
@@ -34,41 +37,30 @@ class ReadShare:
 
 def by_update(rows: Iterable[LeakageRow]) -> dict[Key, list[LeakageRow]]:
     """Returns the rows of each update, by round and client."""
-    of_update: dict[Key, list[LeakageRow]] = {}
-    for row in sorted(rows, key=lambda row: row.key):
-        of_update.setdefault(row.key, []).append(row)
-    return of_update
+    in_order = sorted(rows, key=lambda row: row.key)
+    return {key: [*of_key] for key, of_key in groupby(in_order, lambda row: row.key)}
 
 
 def shares(rows: Sequence[LeakageRow]) -> dict[Key, ReadShare]:
     """Returns what all attacks together read of each update, by round and client."""
-    return {key: _read_share(of_update) for key, of_update in by_update(rows).items()}
-
-
-def _read_share(rows: Sequence[LeakageRow]) -> ReadShare:
-    texts = text_counts(rows).get(rows[0].key)
-    of_rows = [row.texts for row in rows if row.texts is not None]
-    if of_rows:
-        of_texts = list(zip(*of_rows, strict=True))
-        return ReadShare(
-            texts,
-            _mean([_most(score.exact for score in scores) for scores in of_texts]),
-            _mean([_most(score.token_recall for score in scores) for scores in of_texts]),
+    texts = text_counts(rows)
+    return {
+        key: ReadShare(
+            texts.get(key),
+            _share(of_update, "exact", "exact_match"),
+            _share(of_update, "token_recall", "token_recall"),
         )
-    return ReadShare(
-        texts,
-        _most(row.exact_match for row in rows),
-        _most(row.token_recall for row in rows),
-    )
+        for key, of_update in by_update(rows).items()
+    }
 
 
-def _most(values: Iterable[float | None]) -> float | None:
-    return max((value for value in values if value is not None), default=None)
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    measured = [value for value in values if value is not None]
-    return sum(measured) / len(measured) if measured else None
+def _share(rows: Sequence[LeakageRow], of_text: str, of_row: str) -> float | None:
+    """Returns the mean of the best of each text; where no row has texts, the best of the rows."""
+    if any(row.texts is not None for row in rows):
+        scores = best(rows, of_text).values()
+        return sum(scores) / len(scores) if scores else None
+    figures = (getattr(row, of_row) for row in rows)
+    return max((figure for figure in figures if figure is not None), default=None)
 
 
 def client_name(client: int) -> str:
@@ -101,9 +93,9 @@ def leakage_table(
     attacks = sorted({row.attack for row in rows})
     of_update = {key: of_key for key, of_key in by_update(rows).items() if key in read}
     shown = list(of_update)[:MOST_ROWS]
-    spent: dict[int, list[LedgerRow]] = {}
+    spent: dict[int, list[LedgerRow]] = defaultdict(list)
     for row in ledger:
-        spent.setdefault(row.round, []).append(row)
+        spent[row.round].append(row)
     notes = [
         "Of an attack: texts recovered exactly and ROUGE-L, or the share of tokens found; epsilon: "
         "spent so far."
@@ -121,7 +113,7 @@ def leakage_table(
         ],
         [
             [
-                *_row(key, of_update[key], read[key], spent.get(key.round, ()), attacks),
+                *_row(key, of_update[key], read[key], spent[key.round], attacks),
                 *[_sent(key in changed)] * bool(changed),
             ]
             for key in shown

@@ -3,12 +3,7 @@
 from fedleak.report.table import Column, Table, figures, plain, words
 from fedleak.report.tables.canaries import NOTHING, bound
 from fedleak.report.words import counted, interval
-from fedleak.store.summaries import (
-    Estimate,
-    MembershipFigures,
-    MembershipSummary,
-    RunSummary,
-)
+from fedleak.store.summaries import Estimate, MembershipFigures, MembershipSummary, RunSummary
 
 TOO_FEW = "too few"
 """Stands where there are too few controls for a share of them."""

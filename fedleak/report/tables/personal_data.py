@@ -2,7 +2,7 @@
 
 from fedleak.report.table import Cell, Table, Tone, figures, plain, words
 from fedleak.report.words import NOT_MEASURED
-from fedleak.store.summaries import RunSummary
+from fedleak.store.summaries import KindRead, RunSummary
 
 READ = (
     "Read: all tokens of the piece stand side by side in one text that an attack named. Other "
@@ -16,32 +16,26 @@ def personal_data_tables(summary: RunSummary) -> list[Table]:
     There is no table where the private texts have none.
     """
     personal = summary.worst_case.personal if summary.worst_case else None
-    title = "personal data in private texts, and what was read of it"
-    columns = [*words("personal data"), *figures("pieces", "read", "other update")]
+    rows: list[list[Cell]] = []
+    notes = [summary.looked_for]
     if personal is None or not personal.kinds:
         of_attacks = [row.personal.unanswered for row in summary.attacks.values() if row.personal]
-        rows = [plain("all kinds", f"{max(of_attacks, default=0):,}", *[NOT_MEASURED] * 2)]
-        notes = [summary.looked_for, "No attack named a text: how much was read is not known."]
-        return [Table(title, columns, rows, notes)] if any(of_attacks) else []
-    counts = [(kind, row.items, row.read, row.control) for kind, row in personal.kinds.items()]
-    if len(counts) > 1:
-        totals = [sum(numbers) for numbers in zip(*(row[1:] for row in counts), strict=True)]
-        counts.append(("all kinds", totals[0], totals[1], totals[2]))
-    notes = [summary.looked_for, READ]
-    if personal.unanswered:
-        notes.append(f"{personal.unanswered:,} more pieces are in texts that no attack named.")
-    return [
-        Table(
-            title,
-            columns,
-            [
-                [
-                    *plain(kind, f"{items:,}"),
-                    Cell(f"{read:,}", Tone.ALARM if read > control else Tone.PLAIN),
-                    Cell(NOT_MEASURED if personal.control is None else f"{control:,}"),
-                ]
-                for kind, items, read, control in counts
-            ],
-            notes,
-        )
-    ]
+        if any(of_attacks):
+            rows.append(plain("all kinds", f"{max(of_attacks):,}", *[NOT_MEASURED] * 2))
+            notes.append("No attack named a text: how much was read is not known.")
+    else:
+        counts = dict(personal.kinds)
+        if len(counts) > 1:
+            fields = ("items", "read", "control")
+            totals = {name: sum(getattr(row, name) for row in counts.values()) for name in fields}
+            counts["all kinds"] = KindRead(**totals)
+        for kind, row in counts.items():
+            read = Cell(f"{row.read:,}", Tone.ALARM if row.read > row.control else Tone.PLAIN)
+            control = NOT_MEASURED if personal.control is None else f"{row.control:,}"
+            rows.append([*plain(kind, f"{row.items:,}"), read, Cell(control)])
+        notes.append(READ)
+        if personal.unanswered:
+            notes.append(f"{personal.unanswered:,} more pieces are in texts that no attack named.")
+    title = "personal data in private texts, and what was read of it"
+    columns = [*words("personal data"), *figures("pieces", "read", "other update")]
+    return [Table(title, columns, rows, notes)] if rows else []

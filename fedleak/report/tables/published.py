@@ -1,12 +1,7 @@
 """What the published models give away of planted secrets, in words that say what that is."""
 
 from fedleak.report.table import Column, Table, figures, plain, words
-from fedleak.report.words import (
-    counted,
-    few_digits,
-    interval,
-    percent,
-)
+from fedleak.report.words import counted, few_digits, interval, percent
 from fedleak.store.summaries import SURE, PublishedFigure, PublishedSummary
 
 _NOTES = (
@@ -33,14 +28,9 @@ def given_away(summary: PublishedSummary | None) -> str | None:
     ]
     if not seen:
         return "Nothing was seen of planted secrets, which is no evidence that nothing is there"
-    (count, round), most = (
-        min(seen),
-        max(
-            figure.rounds[-1].figure.mean
-            for figure in summary.figures
-            if figure.measure == "extracted"
-        ),
-    )
+    count, round = min(seen)
+    extracted = (figure for figure in summary.figures if figure.measure == "extracted")
+    most = max(figure.rounds[-1].figure.mean for figure in extracted)
     return (
         f"Secrets that stand {counted(count, 'time')} in a client's data are told from others from "
         f"round {round} on; the last model writes up to {percent(most)} of secrets word for word"

@@ -6,10 +6,14 @@ from dataclasses import dataclass
 
 from fedleak.audit.pairing import best
 from fedleak.report.table import Table, figures, plain, words
-from fedleak.report.words import INTERVALS, NOT_MEASURED, few_digits, interval, number, starred
+from fedleak.report.tables.attacks import FIGURES, shown
+from fedleak.report.words import INTERVALS, NOT_MEASURED, few_digits, number, starred
 from fedleak.store.records import LEAKAGE, LeakageRow
 from fedleak.store.run import Run
 from fedleak.store.summaries import SUMMARY, RunSummary
+
+READ = ("exact_match", "rougeL", "personal_data")
+"""Figures of what was read in a run."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +58,12 @@ def _over_runs(runs: Sequence[Dated]) -> Table:
     for run in runs:
         worst, utility, privacy = run.summary.worst_case, run.summary.utility, run.summary.privacy
         useful = {} if utility is None else utility.figures
-        read = [("exact_match", 100), ("rougeL", 1), ("personal_data", 100)]
         rows.append(
             plain(
                 starred(run.name, None if worst is None else worst.warning),
                 run.begun[:10] or NOT_MEASURED,
                 run.commit,
-                *(interval(getattr(worst, figure, None), scale) for figure, scale in read),
+                *(shown(worst, figure) for figure in READ),
                 *(few_digits(useful.get(name)) for name in ("accuracy", "perplexity")),
                 few_digits(None if privacy is None else privacy.epsilon),
             )
@@ -69,7 +72,7 @@ def _over_runs(runs: Sequence[Dated]) -> Table:
         "runs by their dates: what all attacks together read, and what the model is worth",
         [
             *words("run", "begun", "code"),
-            *figures("texts exact, %", "ROUGE-L", "personal data, %"),
+            *figures(*(FIGURES[figure][0] for figure in READ)),
             *figures("accuracy", "perplexity", "epsilon"),
         ],
         rows,

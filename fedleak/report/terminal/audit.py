@@ -17,8 +17,8 @@ STYLES = {Level.READ: "bold red", Level.PARTLY: "bold yellow", Level.UNKNOWN: "b
 INDENT = "  "
 
 
-def print_audit(audit: Audit, verdict: Verdict, console: Console) -> None:
-    """Prints what an audit found, the worst first, and how long it took."""
+def print_verdict(verdict: Verdict, console: Console) -> None:
+    """Prints what was found, the worst first."""
     console.print()
     console.print(Text(printable(f"{verdict.headline}."), style=STYLES[verdict.level]))
     for paragraph in verdict.paragraphs:
@@ -29,6 +29,11 @@ def print_audit(audit: Audit, verdict: Verdict, console: Console) -> None:
         )
         console.print(Text(textwrap.indent("\n".join(lines), INDENT)))
     console.print()
+
+
+def print_audit(audit: Audit, verdict: Verdict, console: Console) -> None:
+    """Prints the verdict on an audit, what the gate says, and how long it took."""
+    print_verdict(verdict, console)
     for table in gate_tables(audit):
         print_table(console, table)
     ended = stopped(audit)

@@ -9,29 +9,26 @@ from fedleak.audit.explanation import Applicability, Explanation
 from fedleak.config import presets
 from fedleak.config.experiment import Experiment
 from fedleak.defenses.secure_sum import hidden_among
-from fedleak.federation.schedule import (
-    first_of_adapters,
-    malicious_server,
-    rounds_attacked,
-    target,
-)
+from fedleak.federation import schedule
 from fedleak.report.words import MALICIOUS, counted, in_words
 from fedleak.util.sanitise import markup
 
 
 def show(experiment: Experiment, explanation: Explanation, console: Console) -> None:
     """Prints what the server sees and knows, and a line for each attack."""
-    if (malicious := malicious_server(experiment)) is not None:
+    if (malicious := schedule.malicious_server(experiment)) is not None:
         console.print(f"[red]{MALICIOUS}[/]: {markup(malicious)}", soft_wrap=True)
-    for line in (
+    aggregator, template = experiment.aggregator, experiment.model.response_template
+    lines = [
         *_preset(experiment),
         _sees(experiment, explanation),
-        *_learns(experiment),
+        template and f"clients learn what stands behind the last {template!r} of a text",
         *_hidden_among(experiment),
-        *_trusts(experiment),
-        *filter(None, [first_of_adapters(experiment)]),
+        aggregator.trust if aggregator else None,  # whom a guarantee does not protect from
+        schedule.first_of_adapters(experiment),
         *_knows(experiment, explanation),
-    ):
+    ]
+    for line in filter(None, lines):
         console.print(markup(line), soft_wrap=True)
     table = Table(show_header=False, box=None, pad_edge=False)
     for attack in sorted(
@@ -82,8 +79,8 @@ def _sees(experiment: Experiment, explanation: Explanation) -> str:
     table = experiment.federation
     sent = "gradient" if table.algorithm == "fedsgd" else "weight delta"
     counts = " or ".join(str(count) for count in sorted(set(explanation.captured)))
-    attacked = rounds_attacked(experiment)
-    alone = sum(target(experiment, round) is not None for round in attacked)
+    attacked = schedule.rounds_attacked(experiment)
+    alone = sum(schedule.target(experiment, round) is not None for round in attacked)
     of_sum = f"the {sent} of all clients of a round together"
     if alone:
         rest = f", and in the other {len(attacked) - alone} {of_sum}"
@@ -103,29 +100,15 @@ def _sees(experiment: Experiment, explanation: Explanation) -> str:
     )
 
 
-def _learns(experiment: Experiment) -> list[str]:
-    """Returns what the loss counts, if that is not all."""
-    template = experiment.model.response_template
-    return [f"clients learn what stands behind the last {template!r} of a text"] if template else []
-
-
 def _hidden_among(experiment: Experiment) -> list[str]:
     """Returns among how many clients an update is hidden, if the server sees sums."""
     aggregator, clients = experiment.aggregator, experiment.clients_per_round
     if experiment.sees != "sum" or aggregator is None:
         return []
-    if (fewest := min(clients, aggregator.fewest(clients))) == clients:
-        return [hidden_among(clients)]
-    return [
-        hidden_among(clients),
-        f"where clients are lost, a sum of {counted(fewest, 'client')} still counts",
-    ]
-
-
-def _trusts(experiment: Experiment) -> list[str]:
-    """Returns whom a guarantee does not protect from, if there is somebody."""
-    aggregator = experiment.aggregator
-    return [] if aggregator is None or aggregator.trust is None else [aggregator.trust]
+    lines = [hidden_among(clients)]
+    if (fewest := aggregator.fewest(clients)) < clients:
+        lines.append(f"where clients are lost, a sum of {counted(fewest, 'client')} still counts")
+    return lines
 
 
 def _knows(experiment: Experiment, explanation: Explanation) -> list[str]:

@@ -93,8 +93,8 @@
 
   function evidence(answer) {
     return [
-      answer.text === null ? "" : answer.exact ? "word for word" : `ROUGE-L ${answer.rouge}`,
-      answer.tokens === null || answer.exact ? "" : `${answer.tokens} % of the tokens found`,
+      answer.text === null ? "" : answer.exact ? "word for word" : `ROUGE-L ${Math.round(answer.rougeL)}`,
+      answer.tokens === null || answer.exact ? "" : `${Math.round(100 * answer.tokens)} % of the tokens found`,
       answer.proved ? "the whole batch is proved" : "not proved",
       answer.margin === null ? "" : `smallest margin of the batch ${answer.margin}`,
     ].filter(Boolean).join(" · ");
