@@ -19,6 +19,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from fedleak.config.experiment import Experiment
 from fedleak.flower.client.app import app as client_app
+from fedleak.flower.runs import run_config
 from fedleak.flower.server.app import app as server_app
 from fedleak.flower.server.capturing_grid import refuse_to_go_on
 from fedleak.store.run import Run
@@ -103,13 +104,7 @@ def train(run: Run, experiment: Experiment, stop: Callable[[], bool] = lambda: F
     Raises:
         FedleakError: A client failed, or training was to stop.
     """
-    config: dict[str, bool | float | int | str] = {
-        "experiment": str(run.path / "run.json"),
-        "run-dir": str(run.path),
-        "attack": False,
-        "nodes-within": 0,
-        "answers-within": 3600,
-    }
+    config = run_config(run.path, nodes_within=0)
     # Flower's own lines would tear the progress bars; what went wrong comes back as an error.
     logging.getLogger("flwr").setLevel(logging.ERROR)
     # What a client logs may quote its texts: not for the terminal, to which Python turns if a log

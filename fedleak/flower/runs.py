@@ -22,6 +22,22 @@ COMPLETED = "finished:completed"
 POLL_SECONDS = 5.0
 
 
+def run_config(path: Path, *, nodes_within: int) -> dict[str, bool | float | int | str]:
+    """Returns what our own engines tell the ServerApp: to train in a run directory, no more.
+
+    Args:
+        path: The run directory.
+        nodes_within: Seconds that it waits for nodes.
+    """
+    return {
+        "experiment": str(path / "run.json"),
+        "run-dir": str(path),
+        "attack": False,
+        "nodes-within": nodes_within,
+        "answers-within": 3600,
+    }
+
+
 class FlowerRun(NamedTuple):
     """A run as `flwr ls` has it.
 

@@ -29,7 +29,7 @@ from typing import IO, TYPE_CHECKING, Any
 import psutil
 import tomli_w
 
-from fedleak.flower.runs import COMPLETED, answer_of
+from fedleak.flower.runs import COMPLETED, answer_of, run_config
 from fedleak.util.errors import FedleakError, StoppedError
 
 if TYPE_CHECKING:
@@ -205,13 +205,7 @@ def thin_app(run_path: Path) -> dict[str, Any]:
             "serverapp": "fedleak.flower.server.app:app",
             "clientapp": "fedleak.flower.client.app:app",
         },
-        "config": {
-            "experiment": str(run_path / "run.json"),
-            "run-dir": str(run_path),
-            "attack": False,
-            "nodes-within": 60,
-            "answers-within": 3600,
-        },
+        "config": run_config(run_path, nodes_within=60),
     }
     project = {"name": "fedleak-run", "version": "1", "dependencies": ["flwr>=1.41"]}
     return {"project": project, "tool": {"flwr": {"app": app}}}

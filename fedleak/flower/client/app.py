@@ -1,8 +1,7 @@
 """The ClientApp. Training is the library's; this turns messages into calls and back.
 
-The order on the way out is train, defend, select, mask, encode: `mods` wrap training from the
-inside out. What the client's detectors find wrong with the model that it is sent comes before it
-trains, and can end the round for it. What a
+The order on the way out is train, defend, select, mask, encode. What the client's detectors find
+wrong with the model that it is sent comes before it trains, and can end the round for it. What a
 client finds out about that, and about its own defenses, goes to files beside the vault and to
 nobody else.
 """
@@ -29,7 +28,7 @@ from fedleak.training.truth import GroundTruth
 from fedleak.util.rng import stream_seed
 from fedleak.util.versions import code
 
-app = ClientApp(mods=[report_errors, encode, mask, select, defend])
+app = ClientApp(mods=[report_errors, encode, mask])
 
 
 @app.query("identity")
@@ -98,4 +97,7 @@ def train(message: Message, context: Context) -> Message:
         )
         marked = {"fingerprint": experiment.fingerprint, **truth.to_json()}
         work.private.vault.write(key, marked)
-    return Outgoing(key, update, noted, canaries, reply_to=message)
+    reply = Outgoing(key, update, noted, canaries, reply_to=message)
+    defend(work, reply)
+    select(work, reply)
+    return reply

@@ -1,4 +1,4 @@
-"""Flower mods: what happens to an update between training and the wire."""
+"""What happens to an update between training and the wire."""
 
 import logging
 import os
@@ -13,7 +13,7 @@ from torch import Generator
 from fedleak.config.experiment import Experiment
 from fedleak.config.sent_parameters import selected_parameters
 from fedleak.detectors import REFUSED
-from fedleak.flower.client.context import work_of
+from fedleak.flower.client.context import Work
 from fedleak.flower.client.outgoing import Outgoing
 from fedleak.store.files import plain
 from fedleak.training.observation import ClientUpdate
@@ -41,12 +41,8 @@ _MORE = "the client's log says more"
 _log = logging.getLogger(__name__)
 
 
-def defend(message: Message, context: Context, call_next: Next) -> Message:
+def defend(work: Work, reply: Outgoing) -> None:
     """Applies the defenses that this client uses, in their order, and notes what they did."""
-    reply = call_next(message, context)
-    if not isinstance(reply, Outgoing):
-        return reply
-    work = work_of(message, context)
     experiment, key, protection = work.experiment, reply.key, work.protection
 
     def rng(number: int, *copy: int) -> Generator:
@@ -73,19 +69,13 @@ def defend(message: Message, context: Context, call_next: Next) -> Message:
             "events": events,
         }
         private.defended.write(key, plain(note))
-    return reply
 
 
-def select(message: Message, context: Context, call_next: Next) -> Message:
+def select(work: Work, reply: Outgoing) -> None:
     """Keeps of the update only the parameters that clients send."""
-    reply = call_next(message, context)
-    if not isinstance(reply, Outgoing):
-        return reply
-    work = work_of(message, context)
     if work.experiment.update.share != "all":
         model, _ = work.model_and_data  # loaded for training already
         reply.update = partial_update(reply.update, selected_parameters(work.experiment, model))
-    return reply
 
 
 def encode(message: Message, context: Context, call_next: Next) -> Message:

@@ -21,7 +21,7 @@ from fedleak.flower.client.context import Work
 from fedleak.models import LanguageModel, loading
 from fedleak.store.files import plain
 from fedleak.store.memory import Board, Memory
-from fedleak.store.run import Key, Run
+from fedleak.store.run import Key
 from fedleak.training.observation import UpdateKind
 from fedleak.training.settings import PLAIN
 from fedleak.training.steps import Batch, gradient
@@ -54,7 +54,7 @@ def refuse_suspect(work: Work, key: Key, sent: Mapping[str, Tensor], batch: Batc
     model, _ = work.model_and_data
     promised = {name: tuple(value.shape) for name, value in model.parameters().items()}
     watched = watch(
-        _memory(work.private, key.client),
+        Memory(work.private.path / "kept" / f"c{key.client:02d}"),
         list(detectors.values()),
         Broadcast(key.round, _arrays(sent)),
         settings=_settings(experiment, work.protection),
@@ -153,17 +153,13 @@ def own(model: LanguageModel, sent: Mapping[str, Tensor], batch: Batch) -> Own:
 
 def _settings(experiment: Experiment, protection: Protection) -> dict[str, Any]:
     """Returns all that the server asks of a client's training."""
-    table, model = experiment.federation, experiment.model
+    fields = {"algorithm", "batch_size", "local_epochs", "learning_rate", "dropout"}
     return {
-        "algorithm": table.algorithm,
-        "batch_size": table.batch_size,
-        "local_epochs": table.local_epochs,
-        "learning_rate": table.learning_rate,
-        "dropout": table.dropout,
+        **experiment.federation.model_dump(mode="json", include=fields),
         "client": experiment.client.model_dump(mode="json"),
         "frozen": list(protection.local.frozen),
         "share": experiment.update.share,
-        "model": model.model_dump(mode="json"),
+        "model": experiment.model.model_dump(mode="json"),
         "defense": experiment.defense,
     }
 
@@ -176,10 +172,6 @@ def _checkpoint(experiment: Experiment, num_labels: int) -> dict[str, NDArray[An
 
 def _norm(tensors: Mapping[str, Tensor]) -> float:
     return math.sqrt(math.fsum(float(value.double().square().sum()) for value in tensors.values()))
-
-
-def _memory(private: Run, client: int) -> Memory:
-    return Memory(private.path / "kept" / f"c{client:02d}")
 
 
 def _arrays(tensors: Mapping[str, Tensor]) -> dict[str, NDArray[Any]]:

@@ -20,13 +20,7 @@ from fedleak.federation.protection import protection, protocol_of
 from fedleak.flower.arrays import to_record
 from fedleak.flower.server.assignments import assignment
 from fedleak.flower.server.capturing_grid import AT_ONCE, CapturingGrid
-from fedleak.flower.server.replies import (
-    RefusedError,
-    check_code,
-    claimed_client,
-    claimed_examples,
-    client_error,
-)
+from fedleak.flower.server.replies import RefusedError, claimed_client, client_error
 from fedleak.flower.server.secure_aggregation import SummingServer
 from fedleak.flower.server.strategy import CuriousServer
 from fedleak.models import LanguageModel, loading
@@ -172,10 +166,8 @@ def find_nodes(grid: Grid, experiment: Experiment, run: Run, wait: Patience) -> 
     """
     wanted = experiment.federation.clients
     deadline = time.monotonic() + wait.nodes
-    nodes = list(grid.get_node_ids())
-    while len(nodes) < wanted and time.monotonic() < deadline:
+    while len(nodes := list(grid.get_node_ids())) < wanted and time.monotonic() < deadline:
         time.sleep(0.5)
-        nodes = list(grid.get_node_ids())
     if len(nodes) < wanted:
         raise FedleakError(
             f"federation.clients = {wanted}, but Flower has {len(nodes)} nodes after "
@@ -197,10 +189,7 @@ def find_nodes(grid: Grid, experiment: Experiment, run: Run, wait: Patience) -> 
         if reply.has_error():
             raise FedleakError(f"a client cannot start: node {node}: {client_error(reply)}")
         try:
-            client = claimed_client(reply)
-            check_code(reply)
-            if experiment.data.on_nodes:
-                sizes[client] = claimed_examples(reply)
+            client, size = claimed_client(reply, own_file=experiment.data.on_nodes)
         except RefusedError as error:
             raise FedleakError(f"node {node} cannot take part: {error}") from error
         if client in node_of_client:
@@ -209,6 +198,8 @@ def find_nodes(grid: Grid, experiment: Experiment, run: Run, wait: Patience) -> 
                 f"{node_of_client[client]}: give each node a partition-id of its own"
             )
         node_of_client[client] = node
+        if size is not None:
+            sizes[client] = size
     silent = [node for node in nodes if node not in node_of_client.values()]
     if missing := set(range(wanted)) - node_of_client.keys():
         more = f"; {len(silent)} nodes did not answer" if silent else ""

@@ -27,40 +27,26 @@ class RefusedError(FedleakError):
     """A reply that is not what its node was asked for."""
 
 
-def claimed_client(reply: Message) -> int:
-    """Returns the client whose data a node says it holds.
+def claimed_client(reply: Message, *, own_file: bool) -> tuple[int, int | None]:
+    """Returns the client whose data a node says it holds, and how many examples its own file has.
+
+    Args:
+        reply: The answer of the node.
+        own_file: Whether it has one; if not, it has the client's part of the experiment's data.
 
     Raises:
-        RefusedError: It does not say, or no whole number.
+        RefusedError: It does not say, or no whole number, or it runs another fedleak.
     """
-    return whole_number("client", _identity(reply).get("client"), 0)
-
-
-def claimed_examples(reply: Message) -> int:
-    """Returns how many examples a node says its own file has.
-
-    Raises:
-        RefusedError: It does not say, or no whole number.
-    """
-    return whole_number("examples", _identity(reply).get("examples"), 1, MOST_EXAMPLES)
-
-
-def check_code(reply: Message) -> None:
-    """Refuses a node that runs another fedleak than this one.
-
-    Raises:
-        RefusedError: It does, or does not say.
-    """
-    theirs = _identity(reply).get("fedleak")
-    if theirs != code():
+    identity: Mapping[str, object] = reply.content.config_records.get("identity") or {}
+    client = whole_number("client", identity.get("client"), 0)
+    if (theirs := identity.get("fedleak")) != code():
         raise RefusedError(
             f"it runs fedleak {_quoted(theirs)} and the server {code()}: install the same on both, "
             "or start `flwr run` in a checkout, which brings its own"
         )
-
-
-def _identity(reply: Message) -> Mapping[str, object]:
-    return reply.content.config_records.get("identity") or {}
+    if not own_file:
+        return client, None
+    return client, whole_number("examples", identity.get("examples"), 1, MOST_EXAMPLES)
 
 
 def take_update(

@@ -31,6 +31,12 @@ from fedleak.util.errors import FedleakError
 
 NOTHING = ndarrays_to_parameters([])
 
+PAIRS: Mapping[str, tuple[str, str]] = {
+    Stage.SHARE_KEYS: (ProtocolKey.DESTINATION_LIST, ProtocolKey.CIPHERTEXT_LIST),
+    Stage.UNMASK: (ProtocolKey.NODE_ID_LIST, ProtocolKey.SHARE_LIST),
+}
+"""By stage, where an answer has nodes and the bytes for each."""
+
 
 class SummingServer(CuriousServer):
     """A curious server that gets the sum of a round through SecAgg+, and no client's update.
@@ -201,29 +207,17 @@ class Stages:
     def _check(self, stage: str, content: RecordDict) -> None:
         """Refuses an answer that is not what a stage asks for: the workflow believes all of it."""
         values = dict(content.config_records.get(RECORD_KEY_CONFIGS, {}))
-        match stage, values:
-            case Stage.SETUP, {
-                ProtocolKey.PUBLIC_KEY_1: bytes(),
-                ProtocolKey.PUBLIC_KEY_2: bytes(),
-            }:
-                return
-            case (
-                Stage.SHARE_KEYS,
-                {
-                    ProtocolKey.DESTINATION_LIST: list(receivers),
-                    ProtocolKey.CIPHERTEXT_LIST: list(texts),
-                },
-            ) if _pairs(receivers, texts):
-                return
-            case Stage.UNMASK, {
-                ProtocolKey.NODE_ID_LIST: list(node_ids),
-                ProtocolKey.SHARE_LIST: list(shares),
-            } if _pairs(node_ids, shares):
-                return
-            case Stage.COLLECT_MASKED_VECTORS, {ProtocolKey.MASKED_PARAMETERS: list(masked)}:
-                self._check_masked(masked, content)
-                return
-        raise RefusedError(f"it is no answer to the stage {stage!r} of SecAgg+")
+        masked = values.get(ProtocolKey.MASKED_PARAMETERS)
+        if stage == Stage.COLLECT_MASKED_VECTORS and isinstance(masked, list):
+            self._check_masked(masked, content)
+            return
+        if stage == Stage.SETUP:
+            keys = (ProtocolKey.PUBLIC_KEY_1, ProtocolKey.PUBLIC_KEY_2)
+            right = all(type(values.get(key)) is bytes for key in keys)
+        else:
+            right = stage in PAIRS and _pairs(*(values.get(key) for key in PAIRS[stage]))
+        if not right:
+            raise RefusedError(f"it is no answer to the stage {stage!r} of SecAgg+")
 
     def _check_masked(self, masked: Sequence[Any], content: RecordDict) -> None:
         if any(content.array_records.values()):
@@ -244,12 +238,12 @@ class Stages:
                 raise RefusedError("an array holds a number beyond the modulus")
 
 
-def _pairs(nodes: Sequence[Any], texts: Sequence[Any]) -> bool:
+def _pairs(nodes: Any, texts: Any) -> bool:
     """Returns whether each node has its bytes."""
     return (
-        len(nodes) == len(texts)
-        and all(type(node) is int for node in nodes)
-        and all(type(text) is bytes for text in texts)
+        isinstance(nodes, list)
+        and isinstance(texts, list)
+        and [*map(type, nodes), *map(type, texts)] == [int] * len(nodes) + [bytes] * len(nodes)
     )
 
 

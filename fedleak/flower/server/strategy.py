@@ -3,14 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from flwr.app import (
-    ArrayRecord,
-    ConfigRecord,
-    Message,
-    MessageType,
-    MetricRecord,
-    RecordDict,
-)
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
@@ -99,16 +92,12 @@ class CuriousServer(Strategy):
         """Captures a client's reply, if it is what was asked for; nothing is left of it."""
         node = reply.metadata.src_node_id
         try:
-            self._capture(reply, self._client_that_was_asked(node))
+            if node not in self._waiting_for:
+                raise RefusedError("it was not asked, or has answered already")
+            self._capture(reply, self._waiting_for.pop(node))
         except RefusedError as error:
             self._problems.append(f"{self._name(node)}: its answer is refused: {error}")
         return RecordDict()
-
-    def _client_that_was_asked(self, node: int) -> int:
-        """Returns the client of a node, which has answered from now on."""
-        if node not in self._waiting_for:
-            raise RefusedError("it was not asked, or has answered already")
-        return self._waiting_for.pop(node)
 
     def _capture(self, reply: Message, client: int) -> None:
         """Captures a reply under the client whose node has sent it."""
