@@ -6,7 +6,6 @@ app = ClientApp(mods=[guard("guard/mine")])
 import json
 import math
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -15,21 +14,11 @@ import numpy as np
 from flwr.app import Context, Error, Message, MessageType, RecordDict
 from numpy.typing import NDArray
 
-from fedleak.detectors import (
-    REFUSAL,
-    REFUSED,
-    Broadcast,
-    Detector,
-    Movement,
-    Weights,
-    kinds,
-    named,
-)
+from fedleak.detectors import REFUSAL, REFUSED, Broadcast, Detector, Movement, Weights, kinds, named
 from fedleak.federation.watching import Watched, remember_sent, watch
 from fedleak.store.files import append_together, plain
 from fedleak.store.memory import Board, Memory
-from fedleak.tap.recorder import decoded, plain_numbers, round_of
-from fedleak.util.sanitise import printable
+from fedleak.tap.recorder import decoded, plain_numbers, round_of, say
 
 Next = Callable[[Message, Context], Message]
 Mod = Callable[[Message, Context, Next], Message]
@@ -90,7 +79,7 @@ def guard(
             refuses = watched.refuses
         except Exception as error:  # noqa: BLE001 - what the server sent may be anything
             refuses = any(detector.action == "refuse" for detector in chosen)
-            _say(f"NOT CHECKED: {type(error).__name__}: {error}")
+            say(f"NOT CHECKED: {type(error).__name__}: {error}", "guard")
         if refuses:
             return Message(Error(REFUSED, REFUSAL), reply_to=message)
         reply = call_next(message, context)
@@ -139,8 +128,4 @@ def _note(memory: Memory, round: int, watched: Watched) -> None:
     append_together(memory.folder / FINDINGS, lines)
     for detector, finding in watched.alarms:
         action = "refused" if watched.refuses else "warning"
-        _say(f"round {round}: {action}: {detector.kind}: {finding.sentence}")
-
-
-def _say(message: str) -> None:
-    print(f"fedleak guard: {printable(message)}", file=sys.stderr, flush=True)  # noqa: T201
+        say(f"round {round}: {action}: {detector.kind}: {finding.sentence}", "guard")

@@ -18,7 +18,7 @@ from fedleak.store.files import read_file
 from fedleak.store.run import EVERYONE, Capture, Key, Run
 from fedleak.tap.about import About, TruthLine, load_truth
 from fedleak.tap.folder import MESSAGES, Tapped
-from fedleak.tap.updates import Tap, Update, about_message, number, plain
+from fedleak.tap.updates import Tap, Update, about_message, number
 from fedleak.training.observation import ClientUpdate, UpdateKind
 from fedleak.training.truth import GroundTruth
 from fedleak.util.errors import ConfigError, FedleakError
@@ -174,7 +174,7 @@ def _experiment(
     steps = training.steps_said if known else {}
     table = {
         "name": _name(out),
-        "model": about.model,
+        "model": about.model.model_dump(mode="json"),
         "data": {"name": "that of another app"},
         "federation": {
             "algorithm": "fedsgd" if tap.kind == UpdateKind.GRADIENT else "fedavg",
@@ -197,7 +197,7 @@ def _experiment(
             "messages": hashlib.sha256(content).hexdigest()[:16],
         },
     }
-    return parse(plain(table))
+    return parse(table)
 
 
 def _name(out: Path) -> str:

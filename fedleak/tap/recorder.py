@@ -3,7 +3,6 @@
 import base64
 import hashlib
 import itertools
-import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +14,9 @@ import numpy as np
 from flwr.app import ArrayRecord, Message, RecordDict
 from numpy.typing import NDArray
 
+from fedleak.store.files import plain
 from fedleak.tap.folder import KeptArrays, Problem, Tapped, TappedMessage
+from fedleak.util.nested import mapped
 from fedleak.util.sanitise import printable
 
 MOST_TIMES = 4
@@ -42,11 +43,11 @@ def recorder(folder: str | os.PathLike[str]) -> "Recorder | None":
             free = Tapped(tapped.path.with_name(f"{tapped.path.name}-{next(numbers)}"))
         free.create()
     except Exception as error:  # noqa: BLE001 - the app trains without a tap, too
-        _say(f"NOTHING IS KEPT: {error}")
+        say(f"NOTHING IS KEPT: {error}")
         return None
     if free != tapped:
-        _say(f"{tapped.path} holds an earlier tap, so this one goes to {free.path}")
-    _say(f"every update is kept in {free.path}: private texts can be read from it, so protect it")
+        say(f"{tapped.path} holds an earlier tap, so this one goes to {free.path}")
+    say(f"every update is kept in {free.path}: private texts can be read from it, so protect it")
     return Recorder(free)
 
 
@@ -129,27 +130,26 @@ class Recorder:
         except Exception as error:  # noqa: BLE001 - no mistake of the tap's may end the training
             reason = printable(f"{error}" or type(error).__name__)[:_LONGEST]
             place = "" if round is None else f"round {round}, node {node}: "
-            _say(f"NOT KEPT: {place}{reason}")
+            say(f"NOT KEPT: {place}{reason}")
             try:
                 self._tapped.complain(Problem(round=round, node=node, reason=reason))
             except Exception as worse:  # noqa: BLE001 - the disk may be full
-                _say(f"{worse}")
+                say(f"{worse}")
 
 
-def _say(message: str) -> None:
-    print(f"fedleak tap: {printable(message)}", file=sys.stderr, flush=True)  # noqa: T201
+def say(message: str, who: str = "tap") -> None:
+    """Prints a line of the tap or the guard on stderr."""
+    print(f"fedleak {who}: {printable(message)}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def round_of(message: Message) -> int | None:
     """Returns the round that a strategy says, in a config or, as workflows do, as the group."""
-    stated_rounds = (
-        config.get("server-round") for config in message.content.config_records.values()
-    )
-    stated_round = next(
-        (value for value in stated_rounds if type(value) is int and value >= 1), None
-    )
+    for config in message.content.config_records.values():
+        stated = config.get("server-round")
+        if type(stated) is int and stated >= 1:
+            return stated
     group = message.metadata.group_id
-    return stated_round or (int(group) if group.isascii() and group.isdecimal() else None)
+    return int(group) if group.isascii() and group.isdecimal() else None
 
 
 def _size(record: ArrayRecord) -> int:
@@ -201,23 +201,18 @@ def plain_numbers(content: RecordDict) -> dict[str, dict[str, Any]]:
     ]
     numbers: dict[str, dict[str, Any]] = {}
     for name, record in records:
-        numbers.setdefault(name, {}).update({key: _json(value) for key, value in record.items()})
+        numbers.setdefault(name, {}).update(plain(mapped(record, _few_bytes)))
     if (size := len(repr(numbers))) > MOST_BESIDE:
         raise ValueError(f"its metrics and configs have {size:,} characters")
     return numbers
 
 
-def _json(value: Any) -> Any:
-    """Returns a value without what JSON lacks: no infinity, and bytes as base64 if they are few.
+def _few_bytes(value: Any) -> Any:
+    """Returns bytes as base64 if they are few, and else how many; anything else as it is.
 
     Secure aggregation sends vectors as bytes in a config. Under their masks they say nothing.
     """
-    if isinstance(value, Mapping):
-        return {key: _json(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_json(inner) for inner in value]
-    if isinstance(value, bytes) and len(value) > LONGEST_BYTES:
-        return {"bytes": len(value)}
-    if isinstance(value, bytes):
-        return {"base64": base64.b64encode(value).decode()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if not isinstance(value, bytes):
+        return value
+    few = len(value) <= LONGEST_BYTES
+    return {"base64": base64.b64encode(value).decode()} if few else {"bytes": len(value)}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,8 @@ from torch import Tensor
 from fedleak import data
 from fedleak.config.loading import parse
 from fedleak.config.sent_update import SentUpdate
-from fedleak.config.tables import MOST_EXAMPLES, Table
-from fedleak.models import CLASSIFICATION, LanguageModel, ModelSpec, loading
+from fedleak.config.tables import MOST_EXAMPLES
+from fedleak.models import CLASSIFICATION, ModelSpec, loading
 from fedleak.models.parameter_names import matched
 from fedleak.store.files import naming
 from fedleak.tap.about import About
@@ -39,29 +39,32 @@ class RefusedError(FedleakError):
     """A reply that is not what the model's clients send."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Update:
     """One update of a tap.
 
     Attributes:
-        round: Of the strategy.
-        nodes: Whose it is: one, or all of a sum.
-        summed: Whether it is a sum, even if of one.
         message: The reply; of a sum, the one with most examples.
+        nodes: Whose it is: one, or all of a sum.
         num_examples: That the client reported, or all of them together.
         names: Of the parameters in it.
         sent: What the server knows of how it was made.
         tensors: Reads it.
+        summed: Whether it is a sum, even if of one.
     """
 
-    round: int
-    nodes: tuple[int, ...]
-    summed: bool
     message: TappedMessage
+    nodes: tuple[int, ...]
     num_examples: int
     names: frozenset[str]
     sent: SentUpdate
     tensors: Callable[[], dict[str, Tensor]]
+    summed: bool = False
+
+    @property
+    def round(self) -> int:
+        """Of the strategy."""
+        return self.message.round
 
 
 class Tap:
@@ -82,19 +85,21 @@ class Tap:
             if message.way == "sent" and message.arrays:
                 self._sent.setdefault(message.round, message)
                 self._sent_to_node.setdefault((message.round, message.node), message)
+        self._matches: dict[tuple[str, ...], dict[str, str]] = {}
         self.labels = 2
-        self.model = self._outline()
+        self.model = loading.outline(self.spec)
         if rows := self._classes():
             self.labels = rows
-            self.model = self._outline()
+            self.model = loading.outline(self.spec)
 
     # --- the model --------------------------------------------------------------------------
 
     @property
     def spec(self) -> ModelSpec:
         """What the model is loaded from."""
-        table = {"name": "tap", "model": self.about.model, "data": {"name": "tap"}}
-        return parse(plain(table)).model_spec(self.labels)
+        model = self.about.model.model_dump(mode="json")
+        table = {"name": "tap", "model": model, "data": {"name": "tap"}}
+        return parse(table).model_spec(self.labels)
 
     @cached_property
     def _known(self) -> dict[str, Tensor]:
@@ -108,10 +113,7 @@ class Tap:
 
     def model_of(self, round: int) -> dict[str, Tensor]:
         """Returns the parameters that a round started from."""
-        sent = self._sent.get(round)
-        if sent is None:
-            raise RefusedError("nothing was sent in its round")
-        return self._model_in(sent)
+        return self._model_in(self._sent[round])
 
     def _model_in(self, message: TappedMessage) -> dict[str, Tensor]:
         sent = self._read(self._places(message))
@@ -140,9 +142,6 @@ class Tap:
         """Returns texts as clients feed them."""
         limit, most = self.model.max_length, self.about.truth.max_length
         return data.tokenise(texts, self.model.encode, limit=limit, max_length=most)
-
-    def _outline(self) -> LanguageModel:
-        return loading.outline(self.spec)
 
     def _classes(self) -> int | None:
         """Returns how many classes the model that was sent has; None if that cannot be told."""
@@ -208,23 +207,14 @@ class Tap:
             )
         if not places:
             raise RefusedError("it holds no parameter of the model")
-        sent = self._sent_to(message)
-        examples = self._examples(message)
+        sent, examples = self._sent_to(message), self._examples(message)
         known = self._known_of(message, examples)
 
         def tensors() -> dict[str, Tensor]:
             return self._change(self._read(places), self._model_in(sent), known)
 
-        return Update(
-            round=message.round,
-            nodes=(message.node,),
-            summed=False,
-            message=message,
-            num_examples=examples,
-            names=frozenset(tensors()),  # all of it is checked now
-            sent=known,
-            tensors=tensors,
-        )
+        names = frozenset(tensors())  # all of it is checked now
+        return Update(message, (message.node,), examples, names, known, tensors)
 
     def _sum(self, round: int, sent: TappedMessage, replies: Mapping[int, TappedMessage]) -> Update:
         """Takes the change of the model for the weighted mean of the updates of a round.
@@ -251,16 +241,8 @@ class Tap:
         def tensors() -> dict[str, Tensor]:
             return self._change(self._model_in(following), self._model_in(sent), known)
 
-        return Update(
-            round=round,
-            nodes=tuple(sorted(replies)),
-            summed=True,
-            message=most,
-            num_examples=examples,
-            names=frozenset(tensors()),
-            sent=known,
-            tensors=tensors,
-        )
+        nodes, names = tuple(sorted(replies)), frozenset(tensors())
+        return Update(most, nodes, examples, names, known, tensors, summed=True)
 
     def _sent_to(self, message: TappedMessage) -> TappedMessage:
         """Returns what a node was sent before its reply."""
@@ -390,10 +372,6 @@ class Tap:
                 self._matches[names] = matched(chosen, self.model.module)
         return self._matches[names]
 
-    @cached_property
-    def _matches(self) -> dict[tuple[str, ...], dict[str, str]]:
-        return {}
-
     def _read(self, places: Mapping[str, "_Place"]) -> dict[str, Tensor]:
         """Returns parameters in float32.
 
@@ -435,14 +413,6 @@ def number(message: TappedMessage, key: str) -> int | float | None:
         if isinstance(value, int | float) and not isinstance(value, bool):
             return value
     return None
-
-
-def plain(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns tables as a file has them."""
-    return {
-        key: value.model_dump(mode="json") if isinstance(value, Table) else value
-        for key, value in table.items()
-    }
 
 
 def about_message(round: int | None, node: int | None, reason: str) -> str:
