@@ -157,8 +157,19 @@ def _checked(named: Mapping[str, Any], model: LanguageModel, payload: Payload) -
 
 
 def _tensor(shown: str, value: Any, parameter: Tensor) -> Tensor:
-    """Returns a tensor that is like its parameter."""
-    tensor = _of_array(shown, value, parameter) if _is_array(value) else value
+    """Returns a tensor that is like its parameter.
+
+    Flower clients send arrays of NumPy, whose bytes and numbers may be in any order.
+    """
+    tensor = value
+    if type(value).__module__ == "numpy" and hasattr(value, "dtype"):
+        _check_shape(shown, value.shape, parameter)
+        try:
+            native = value.astype(value.dtype.newbyteorder("="), order="C", copy=False)
+            tensor = torch.as_tensor(native)
+        except TypeError as error:  # texts, objects, and what torch has no numbers like
+            words = f"{shown} is of {printable(str(value.dtype))}: give floating-point numbers"
+            raise ConfigError(words) from error
     if not isinstance(tensor, Tensor):
         raise ConfigError(f"{shown} is {printable(type(value).__name__)}, not a tensor")
     if (kind := _no_plain_tensor(tensor)) is not None:
@@ -172,17 +183,6 @@ def _tensor(shown: str, value: Any, parameter: Tensor) -> Tensor:
             f"not every number of {shown} is finite: training diverged, or a cast overflowed"
         )
     return detached.to(parameter.device).contiguous()  # it may be one number in all places
-
-
-def _of_array(shown: str, value: Any, parameter: Tensor) -> Tensor:
-    """Returns a NumPy array as a tensor, whatever the order of its bytes and numbers."""
-    _check_shape(shown, value.shape, parameter)
-    try:
-        native = value.astype(value.dtype.newbyteorder("="), order="C", copy=False)
-        return torch.as_tensor(native)
-    except TypeError as error:  # texts, objects, and what torch has no numbers like
-        words = f"{shown} is of {printable(str(value.dtype))}: give floating-point numbers"
-        raise ConfigError(words) from error
 
 
 def _check_shape(shown: str, shape: Sequence[int], parameter: Tensor) -> None:
@@ -206,8 +206,3 @@ def _no_plain_tensor(tensor: Tensor) -> str | None:
         "quantised": tensor.is_quantized,
     }
     return next((kind for kind, holds in kinds.items() if holds), None)
-
-
-def _is_array(value: object) -> bool:
-    """Whether a value is a NumPy array, as Flower clients send."""
-    return type(value).__module__ == "numpy" and hasattr(value, "dtype")

@@ -33,17 +33,16 @@ def read_update(path: Path) -> Mapping[str, Any] | Sequence[Any]:
     Raises:
         ConfigError: It cannot be read, or holds something else than tensors.
     """
-    read = _READERS.get(path.suffix.lower())
+    read = READERS.get(path.suffix.lower())
     if read is None:
         raise ConfigError(
-            f"update file {str(path)!r}: end it in {', '.join(_READERS)}: safetensors.torch."
+            f"update file {str(path)!r}: end it in {', '.join(READERS)}: safetensors.torch."
             "save_file or torch.save write such a file"
         )
     if not path.is_file():
         raise ConfigError(f"update file {str(path)!r}: there is no such file")
     update = read(path)
-    values = list(update.values() if isinstance(update, Mapping) else update)
-    if not values:
+    if not len(update):
         raise ConfigError(f"update file {str(path)!r} is empty: save the tensors of the update")
     return update
 
@@ -95,7 +94,7 @@ def _unreadable(path: Path, error: Exception) -> ConfigError:
     )
 
 
-_READERS: Mapping[str, Callable[[Path], Mapping[str, Any] | Sequence[Any]]] = {
+READERS: Mapping[str, Callable[[Path], Mapping[str, Any] | Sequence[Any]]] = {
     ".safetensors": _safetensors,
     ".pt": _torch,
     ".pth": _torch,

@@ -26,13 +26,10 @@ if TYPE_CHECKING:
     from fedleak.running.workers.process import Worker
     from fedleak.store.run import Run
 
-UPDATES = (".safetensors", ".pt", ".pth", ".bin")
-
 
 def audit(
     file: Annotated[
-        Path | None,
-        typer.Argument(metavar="[FILE]", autocompletion=experiment_files, hidden=True),
+        Path | None, typer.Argument(metavar="[FILE]", autocompletion=experiment_files, hidden=True)
     ] = None,
     minutes: Annotated[
         float, typer.Option(min=1, help="That all of it takes at most: 10 or 60, for example.")
@@ -153,11 +150,12 @@ def _source(
     Raises:
         ConfigError: It is neither, or a run of somebody else that names programs.
     """
+    from fedleak.api.update_files import READERS
     from fedleak.config.loading import load
     from fedleak.store.run import Run
     from fedleak.tap.folder import MESSAGES
 
-    if path.suffix in UPDATES:
+    if path.suffix in READERS:
         raise ConfigError(
             f"{str(path)!r} is one update and no experiment: `fedleak attack-update` reads it"
         )

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Mapping
+from itertools import chain
 from types import ModuleType
 
 from rich.console import Console
@@ -21,15 +22,11 @@ UNCHECKED = (
 
 def show(console: Console) -> None:
     """Prints attacks, defenses, models and data sets, then what cannot be used, and why."""
-    families = models.found_families()
-    sections = (
-        _kinds_by_heading(attacks)
-        | _kinds_by_heading(defenses)
-        | _kinds_by_heading(server_modes)
-        | _kinds_by_heading(detectors)
-        | _models(families)
-        | {"data": _data()}
-    )
+    families, packages = models.found_families(), (attacks, defenses, server_modes, detectors)
+    sections: dict[str, Mapping[str, str]] = {}
+    for package in packages:
+        sections |= _kinds_by_heading(package)
+    sections |= _models(families) | {"data": _data()}
     widest = max(len(name) for lines in sections.values() for name in lines)
     for heading, lines in sections.items():
         console.print(f"[bold]{markup(heading)}[/]")
@@ -38,11 +35,8 @@ def show(console: Console) -> None:
         for name, about in sorted(lines.items()):
             table.add_row(f"  {markup(name)}", markup(about))
         console.print(table)
-    packages = (attacks, defenses, server_modes, detectors)
     discoveries = (*map(discover, packages), families)
-    if broken := {
-        name: reason for discovery in discoveries for name, reason in discovery.broken.items()
-    }:
+    if broken := dict(chain(*(discovery.broken.items() for discovery in discoveries))):
         console.print("[bold]cannot be used[/]")
         for name, reason in sorted(broken.items()):
             console.print(Padding(markup(f"{name}: {reason}"), (0, 0, 0, 2)))

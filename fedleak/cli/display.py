@@ -8,13 +8,20 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.progress import Progress as RichProgress
 from rich.text import Text
 
 from fedleak.util.sanitise import markup, printable
 
 if TYPE_CHECKING:
+    from fedleak.models.prior_training import PriorProgress
     from fedleak.running.dispatch.progress import RunProgress, UnderWay
 
 console = Console(emoji=False)  # a text has what it has
@@ -79,19 +86,10 @@ def progress(console: Console) -> Iterator[Callable[..., None]]:
     if not console.is_terminal:
         yield PlainLines(console)
         return
-    columns = (
-        TextColumn("{task.description:>9}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("updates"),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[left]}"),
-    )
     limits = PlainLines(console, answers=False)
-    with Bars(*columns, console=console) as bars:
+    with Bars(*_columns("updates"), TextColumn("{task.fields[left]}"), console=console) as bars:
         training, attacks = (
-            bars.add_task("training", total=None, left=""),
-            bars.add_task("attacks", total=None, left=""),
+            bars.add_task(name, total=None, left="") for name in ("training", "attacks")
         )
 
         def show(at: "RunProgress") -> None:
@@ -172,23 +170,20 @@ class PlainLines:
         self._console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
 
+def _columns(counted: str) -> tuple[ProgressColumn, ...]:
+    """Returns the columns of a bar, and what it counts."""
+    named, unit = TextColumn("{task.description:>9}"), TextColumn(counted)
+    return named, BarColumn(), MofNCompleteColumn(), unit, TimeElapsedColumn()
+
+
 @contextmanager
 def prior_progress(console: Console) -> Iterator[Callable[..., None]]:
     """Shows a bar for the training of a prior, and yields the function that moves it."""
-    columns = (
-        TextColumn("{task.description:>9}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("steps, {task.fields[loss]:.2f} nats per token"),
-        TimeElapsedColumn(),
-    )
+    columns = _columns("steps, {task.fields[loss]:.2f} nats per token")
     with RichProgress(*columns, console=console) as bars:
         training = bars.add_task("training", total=None, loss=math.nan)
 
-        def show(at: object) -> None:
-            from fedleak.models.prior_training import PriorProgress
-
-            assert isinstance(at, PriorProgress)
+        def show(at: "PriorProgress") -> None:
             bars.update(training, completed=at.step, total=at.steps, loss=at.loss)
 
         yield show

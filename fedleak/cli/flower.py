@@ -43,12 +43,10 @@ def watch(
 def import_(
     tapped: Annotated[Path, typer.Argument(metavar="TAPPED", hidden=True)],
     about: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Left out: about.toml in TAPPED."),
+        Path | None, typer.Option(metavar="FILE", help="Left out: about.toml in TAPPED.")
     ] = None,
     out: Annotated[
-        Path | None,
-        typer.Option(metavar="RUN", help="The run to make; left out: TAPPED-run."),
+        Path | None, typer.Option(metavar="RUN", help="The run to make; left out: TAPPED-run.")
     ] = None,
     allow_commands: AllowCommands = False,
 ) -> None:
@@ -62,8 +60,7 @@ def import_(
 
     The same command again adds what is not there yet, such as the truth.
     """
-    imported = import_tapped(tapped, about, out, allow_commands=allow_commands)
-    imported.refuse_gaps()
+    import_tapped(tapped, about, out, allow_commands=allow_commands).refuse_gaps()
 
 
 def import_tapped(

@@ -18,6 +18,9 @@ LONGEST_ERROR = 500
 INTERRUPTED = 130
 """Exit status of a command that Ctrl-C has ended."""
 
+FOR_OTHERS = (typer.Exit, typer.BadParameter, BrokenPipeError, ModuleNotFoundError)
+"""Errors that typer ends well, and one for which `fedleak.__main__` says what to install."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -25,20 +28,17 @@ _log = logging.getLogger(__name__)
 def mended() -> Iterator[None]:
     """Prints a mistake as one line; status 2 for a wrong experiment, 1 for a failed run."""
     try:
-        with _kept_traceback():
-            yield
-    except (typer.Exit, typer.BadParameter, BrokenPipeError):  # for typer: nobody reads on
-        raise
-    except ModuleNotFoundError:  # for `fedleak.__main__`, which says what to install
-        raise
-    except ConfigError as error:
-        end(str(error), 2, error)
-    except FedleakError as error:
-        end(str(error), 1, error)
+        yield
     except KeyboardInterrupt as error:
         end("stopped; the same command again finishes the rest", INTERRUPTED, error)
-    except Exception as error:  # noqa: BLE001 - it gets its line, too
-        where = logs.noted(error) or "no run directory was in use"
+    except Exception as error:
+        if not (where := logs.noted(error)):  # no log of a run has it: for `--debug`
+            _log.info("ended by an error", exc_info=error)
+        if isinstance(error, FOR_OTHERS):
+            raise
+        if isinstance(error, FedleakError):
+            end(str(error), 2 if isinstance(error, ConfigError) else 1, error)
+        where = where or "no run directory was in use"
         shown = printable(f"{type(error).__name__}: {error}")[:LONGEST_ERROR]
         reason = f"unexpected error: {shown} ({where}; `fedleak --debug COMMAND ...` shows it)"
         end(reason, 1, error)
@@ -48,14 +48,3 @@ def end(reason: str, status: int, error: BaseException | None = None) -> NoRetur
     """Ends a command with a line on stderr."""
     print(f"fedleak: {printable(reason)}", file=sys.stderr)  # noqa: T201
     raise typer.Exit(status) from error
-
-
-@contextmanager
-def _kept_traceback() -> Iterator[None]:
-    """Notes the traceback of an error that no log of a run has, for `--debug`."""
-    try:
-        yield
-    except Exception as error:
-        if not logs.noted(error):
-            _log.info("ended by an error", exc_info=error)
-        raise

@@ -33,12 +33,11 @@ def text_lines(option: str, path: Path | None) -> list[str] | None:
     try:
         # The file may be a link of the user's own; a device may have no end.
         text = content(path, _LARGEST, linked=True).decode("utf-8-sig")
-        lines = re.split(r"\r\n?|\n", text)
     except OSError as error:
         raise ConfigError(f"{named}: {error.strerror}: give a file with one text a line") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{named} is not UTF-8: save it as UTF-8") from error
-    texts = [line.strip() for line in lines if line.strip()]
+    texts = [line.strip() for line in re.split(r"\r\n?|\n", text) if line.strip()]
     if not texts:
         raise ConfigError(f"{named} has no text: give a file with one text a line")
     return texts

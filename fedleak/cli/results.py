@@ -116,8 +116,7 @@ def gate(
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     closed = [check.name for check in verdict.checks if not check.passed]
     if closed:
-        names = ", ".join(closed)
-        end(f"the gate is closed, because of: {names}", GATE_CLOSED)
+        end(f"the gate is closed, because of: {', '.join(closed)}", GATE_CLOSED)
     console.print("the gate is open: these attacks read no more than the limits allow")
 
 
@@ -164,16 +163,10 @@ def compare(
         return
     comparisons = pair(Run(runs[0]), [Run(path) for path in runs[1:]])
     if as_json:
-        shown = [
-            comparison.model_dump(mode="json")
-            | {
-                "differences": [
-                    {**difference.model_dump(mode="json"), "direction": difference.direction}
-                    for difference in comparison.differences
-                ]
-            }
-            for comparison in comparisons
-        ]
+        shown = [comparison.model_dump(mode="json") for comparison in comparisons]
+        for written, comparison in zip(shown, comparisons, strict=True):
+            for row, difference in zip(written["differences"], comparison.differences, strict=True):
+                row["direction"] = difference.direction
         console.print_json(data=shown)
         return
     for comparison in comparisons:
@@ -187,8 +180,7 @@ def export(
     to: Annotated[
         str,
         typer.Option(
-            metavar="TO",
-            help="A csv, parquet or md file, mlflow[:PLACE] or tensorboard[:FOLDER].",
+            metavar="TO", help="A csv, parquet or md file, mlflow[:PLACE] or tensorboard[:FOLDER]."
         ),
     ],
     texts: Annotated[
