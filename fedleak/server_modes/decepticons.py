@@ -32,8 +32,8 @@ from torch.nn import functional as F
 
 from fedleak.models import CLASSIFICATION, LanguageModel
 from fedleak.server_modes import ModeSetting, ServerMode
-from fedleak.server_modes.imprint import Planted, not_trained, read_probe
-from fedleak.server_modes.sectors import weights
+from fedleak.server_modes.imprint import Planted, not_trained, probed, read_probe
+from fedleak.server_modes.sectors import head_size, weights
 from fedleak.training.observation import Example
 
 _SKEW = 1e8
@@ -91,7 +91,7 @@ class Decepticons(ServerMode):
     ) -> Mapping[str, Tensor]:
         """Returns all embeddings and all blocks."""
         family, width, own = model.family, model.hidden_size, model.parameters()
-        size = min(self.tag, width // int(model.module.config.num_attention_heads))  # type: ignore[union-attr,arg-type]
+        size = min(self.tag, head_size(model))
         changed = {name: torch.zeros_like(own[name]).cpu() for name in _names(model)}
         for name in _norms(model):
             changed[f"{name}.weight"] += 1
@@ -116,31 +116,23 @@ class Decepticons(ServerMode):
             streams = inputs
         probe_D = F.pad(torch.randn(width - size - 1, generator=rng), (size, 1))
         probe_D /= probe_D.norm()
-        position_M = torch.cat(
-            [
-                F.layer_norm(stream_TD + F.pad(tag_K, (0, width - size)), (width,)) @ probe_D
-                for stream_TD, tag_K in zip(streams, tags_XK, strict=True)
-            ]
-        )
-        deviation, mean = torch.std_mean(position_M)
+        deviation, mean = torch.std_mean(probed(streams, tags_XK, probe_D))
         steep, bins_of = self.slope / float(deviation), blocks(model)
-        neurons = len(weights(model, changed).first)
+        first_block = weights(model, changed)
+        neurons = len(first_block.first)
         total = len(bins_of) * (neurons - 1) + 1
         edge_X = mean + deviation * torch.special.ndtri((torch.arange(total) + 0.5) / total)
         edge_X[0] = mean - 10 * deviation  # no token is below the first bin
 
-        first_block = weights(model, changed)
         first_block.key[0, -1] = 1
         first_block.value[:size, size : 2 * size] = torch.eye(size)
         first_block.output.copy_(torch.eye(width))
-        query_bias_D, value_bias_D = _attention_biases(model, changed)
-        query_bias_D[0] = _SKEW
-        value_bias_D[:size] = -copied_XK.mean(0)
+        first_block.biases["q"][0] = _SKEW
+        first_block.biases["v"][:size] = -copied_XK.mean(0)
         for block in bins_of:
             own_block = weights(model, changed, block)
             own_block.first.add_(steep * probe_D)
-            bias_N = changed[_bias(model.family.modules(block)["f"][0])]
-            bias_N -= steep * edge_X[block * (neurons - 1) :][:neurons]
+            own_block.biases["f"].sub_(steep * edge_X[block * (neurons - 1) :][:neurons])
             own_block.second[-1] = _WRITTEN / (neurons * self.slope)
         if len(bins_of) < model.num_layers:
             last = weights(model, changed, model.num_layers - 1)
@@ -169,23 +161,21 @@ def planted(model: LanguageModel) -> Blocks | None:
     if not _norms(model) or not blocks(model):
         return None
     own = {name: value.detach().cpu() for name, value in model.module.named_parameters()}
-    first_block, (_, value_bias_D) = weights(model, own), _attention_biases(model, own)
+    first_block = weights(model, own)
     size = int(first_block.value.any(1).sum())
     if first_block.query.any() or not 0 < size < model.hidden_size:
         return None
     known = []
     for block in blocks(model):
-        name = model.family.modules(block)["f"][0]
-        probe = read_probe(weights(model, own, block).first, own[_bias(name)], 1.0)
+        own_block = weights(model, own, block)
+        probe = read_probe(own_block.first, own_block.biases["f"], 1.0)
         if probe is None:
             return None
         known.append(
             Planted(
+                *probe,
                 project_KD=first_block.value[:size],
-                shift_K=value_bias_D[:size],
-                probe_D=probe.direction_D,
-                edge_N=probe.edge_N,
-                step=probe.step,
+                shift_K=first_block.biases["v"][:size],
                 sign_N=torch.ones(len(probe.edge_N)),
                 eps=0.0,
             )
@@ -214,16 +204,3 @@ def _names(model: LanguageModel) -> list[str]:
     """Returns the names of the parameters that are changed."""
     inside = (*model.family.embeddings, f"{model.family.layers}.")
     return [name for name, _ in model.module.named_parameters() if name.startswith(inside)]
-
-
-def _bias(weight: str) -> str:
-    return f"{weight.removesuffix('weight')}bias"
-
-
-def _attention_biases(model: LanguageModel, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Returns views of the biases of queries and values of the first block."""
-    names = model.family.modules(0)
-    if "qkv" in names:
-        query_D, _, value_D = tensors[_bias(names["qkv"][0])].chunk(3)
-        return query_D, value_D
-    return tensors[_bias(names["q"][0])], tensors[_bias(names["v"][0])]

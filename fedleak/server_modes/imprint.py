@@ -35,12 +35,6 @@ from fedleak.models import LanguageModel
 from fedleak.server_modes import ModeSetting, ServerMode, sectors
 from fedleak.training.observation import Example
 
-_SHARE = 0.01
-"""The size of what the neurons write, as a share of what they are added to."""
-
-_PARALLEL = 1e-4
-"""How far the rows of an imprinted matrix may be from one direction, as rounding has it."""
-
 
 @dataclass(frozen=True)
 class Imprint(ServerMode):
@@ -98,8 +92,9 @@ class Imprint(ServerMode):
         if model.family.causal:
             return sectors.plant(model, public, self.tag, self.slope, self.gain or 1.0, rng)
         gain = self.gain or 1e5
-        names = _names(model)
+        names, norm = _names(model), model.family.feed_forward_norm
         assert names is not None
+        assert norm is not None
         table, width = model.family.token_table(model.module), model.hidden_size
         device = model.device
         inputs = [
@@ -109,51 +104,52 @@ class Imprint(ServerMode):
         size = min(self.tag, width // 4)
         own = {name: model.parameters()[name].cpu() for name in names}
         changed = {name: torch.zeros_like(value) for name, value in own.items()}
-        for name in (names.query, names.key, names.value, names.output):
-            changed[name] = self.left * own[name]
+        block, honest = sectors.weights(model, changed), sectors.weights(model, own)
+        for matrix, left in zip(block[:4], honest[:4], strict=True):
+            matrix.copy_(self.left * left)
 
         # Tags of public texts are as wide as the numbers of the stream that they are added to.
         mean_XD = torch.stack([input_TD.mean(0) for input_TD in inputs])
         project_KD = torch.randn(size, width, generator=rng)
         wanted = float(torch.cat(inputs).var(0).mean()) ** 0.5
         project_KD *= wanted / (mean_XD @ project_KD.T).std(0)[:, None]
-        changed[names.value][:size] += project_KD
-        changed[names.value_bias][:size] -= (mean_XD @ project_KD.T).mean(0)
-        changed[names.output][:size, :size] += torch.eye(size)
-        changed[names.output][size:, :size] *= (
-            self.left
-        )  # or tags would be outside of their numbers
-        changed[names.norm] += gain
+        block.value[:size] += project_KD
+        block.biases["v"][:size] -= (mean_XD @ project_KD.T).mean(0)
+        block.output[:size, :size] += torch.eye(size)
+        block.output[size:, :size] *= self.left  # or tags would be outside of their numbers
+        changed[norm] += gain
 
         # The tag moves the probe as much as the token does: equal tokens of two texts part.
         probe_D = torch.randn(width, generator=rng)
         probe_D[:size] *= probe_D[size:].norm() / probe_D[:size].norm()
         probe_D /= probe_D.norm()
         tags_XK = (mean_XD - mean_XD.mean(0)) @ project_KD.T
-        position_M = torch.cat(
-            [
-                F.layer_norm(input_TD + F.pad(tag_K, (0, width - size)), (width,)) @ probe_D
-                for input_TD, tag_K in zip(inputs, tags_XK, strict=True)
-            ]
-        )
-        neurons = round(self.neurons * len(own[names.first]))
+        position_M = probed(inputs, tags_XK, probe_D)
+        neurons = round(self.neurons * len(block.first))
         edge_N = position_M.quantile((torch.arange(neurons) + 0.5) / neurons)
         edge_N[0] -= 10 * position_M.std()  # no token is below the first bin
         steep = self.slope / float(position_M.std())
-        changed[names.first][:neurons] += steep / gain * probe_D
-        changed[names.first_bias][:neurons] -= steep * edge_N
+        block.first[:neurons] += steep / gain * probe_D
+        block.biases["f"][:neurons] -= steep * edge_N
 
         along_D = F.normalize(torch.randn(width, generator=rng), dim=0)
         sign_N = torch.ones(neurons)
         sign_N[1::2] = -1
-        written = _SHARE * gain * math.sqrt(width) / self.slope
-        changed[names.second][:, :neurons] += written * along_D[:, None] * sign_N
-        others = len(own[names.first]) - neurons
+        written = sectors.SHARE * gain * math.sqrt(width) / self.slope
+        block.second[:, :neurons] += written * along_D[:, None] * sign_N
+        others = len(block.first) - neurons
         random_ND = F.normalize(torch.randn(others, width, generator=rng), dim=1)
-        changed[names.first][neurons:] = steep / gain * random_ND
+        block.first[neurons:] = steep / gain * random_ND
         random_ND = F.normalize(torch.randn(others, width, generator=rng), dim=1)
-        changed[names.second][:, neurons:] = written * random_ND.T
+        block.second[:, neurons:] = written * random_ND.T
         return {name: value.to(device) for name, value in changed.items()}
+
+
+def probed(streams: Sequence[Tensor], tags_XK: Tensor, probe_D: Tensor) -> Tensor:
+    """Returns where a probe puts the tokens [M] of texts, with the tags of these."""
+    tags_XD = F.pad(tags_XK, (0, len(probe_D) - tags_XK.shape[1]))
+    tagged = (x_TD + tag_D for x_TD, tag_D in zip(streams, tags_XD, strict=True))
+    return torch.cat([F.layer_norm(x_TD, probe_D.shape) @ probe_D for x_TD in tagged])
 
 
 def not_trained(names: Iterable[str], setting: ModeSetting, model: LanguageModel) -> str | None:
@@ -174,19 +170,19 @@ class Planted(NamedTuple):
     """What a first block that was imprinted does.
 
     Attributes:
-        project_KD, shift_K: A tag is the mean of `project_KD @ x + shift_K` over a text.
         probe_D: The direction that sorts tokens.
         edge_N: Where the bins begin, in rising order, on normed inputs of gain 1.
         step: Farther than this above or below its edge a neuron is on or off.
+        project_KD, shift_K: A tag is the mean of `project_KD @ x + shift_K` over a text.
         sign_N: Of what the neurons write, 1 for the first.
         eps: What the norm adds to the variance.
     """
 
-    project_KD: Tensor
-    shift_K: Tensor
     probe_D: Tensor
     edge_N: Tensor
     step: float
+    project_KD: Tensor
+    shift_K: Tensor
     sign_N: Tensor
     eps: float
 
@@ -209,7 +205,7 @@ _FEWEST = 8
 class Probe(NamedTuple):
     """What a feed-forward matrix does whose rows all have one direction, as in `Planted`."""
 
-    direction_D: Tensor
+    probe_D: Tensor
     edge_N: Tensor
     step: float
 
@@ -226,7 +222,7 @@ def read_probe(first_ND: Tensor, bias_N: Tensor, gain: float) -> Probe | None:
     direction_D = rows_ND[0] / rows_ND[0].norm()
     slope_N = rows_ND @ direction_D
     apart_N = (rows_ND - slope_N[:, None] * direction_D).norm(dim=1)
-    sorts_N = (slope_N > 0) & (apart_N < _PARALLEL * rows_ND.norm(dim=1))
+    sorts_N = (slope_N > 0) & (apart_N < sectors.PARALLEL * rows_ND.norm(dim=1))
     neurons = int(sorts_N.cumprod(0).sum())
     edge_N = -bias_N[:neurons] / slope_N[:neurons] / gain
     if neurons < _FEWEST or not (edge_N.diff() >= 0).all():
@@ -240,58 +236,35 @@ def planted(model: LanguageModel) -> Planted | None:
 
     All of it stands in the weights, so whoever has the model has it.
     """
-    names = _names(model)
-    own = {name: value.detach().cpu() for name, value in model.module.named_parameters()}
-    if names is None or max(own[n].abs().max() for n in (names.query, names.key)) > _LEFT:
+    name = model.family.feed_forward_norm
+    if name is None:
         return None
-    gain_D, output_DD = own[names.norm], own[names.output]
-    size = int((output_DD.abs().amax(1) > 0.5).sum())
-    probe = read_probe(own[names.first], own[names.first_bias], float(gain_D[0]))
-    flat = bool((gain_D == gain_D[0]).all()) and not own[names.norm_bias].any()
+    own = {name: value.detach().cpu() for name, value in model.module.named_parameters()}
+    block, gain_D = sectors.weights(model, own), own[name]
+    if max(block.query.abs().max(), block.key.abs().max()) > _LEFT:
+        return None
+    size = int((block.output.abs().amax(1) > 0.5).sum())
+    probe = read_probe(block.first, block.biases["f"], float(gain_D[0]))
+    flat = bool((gain_D == gain_D[0]).all()) and not own[sectors.bias_of(name)].any()
     if not (size and probe and flat):
         return None
-    second_DN = own[names.second][:, : len(probe.edge_N)]
+    second_DN = block.second[:, : len(probe.edge_N)]
     row_N = second_DN[second_DN.abs().sum(1).argmax()]
-    norm = model.module.get_submodule(names.norm.removesuffix(".weight"))
+    norm = model.module.get_submodule(name.removesuffix(".weight"))
     assert isinstance(norm, torch.nn.LayerNorm)
     return Planted(
-        project_KD=(output_DD @ own[names.value])[:size],
-        shift_K=(output_DD @ own[names.value_bias])[:size],
-        probe_D=probe.direction_D,
-        edge_N=probe.edge_N,
-        step=probe.step,
+        *probe,
+        project_KD=(block.output @ block.value)[:size],
+        shift_K=(block.output @ block.biases["v"])[:size],
         sign_N=row_N.sign() * row_N[0].sign(),
         eps=norm.eps,
     )
 
 
-class _Names(NamedTuple):
-    """The parameters of a first block that are changed, by what they are."""
-
-    query: str
-    query_bias: str
-    key: str
-    key_bias: str
-    value: str
-    value_bias: str
-    output: str
-    output_bias: str
-    norm: str
-    norm_bias: str
-    first: str
-    first_bias: str
-    second: str
-    second_bias: str
-
-
-def _names(model: LanguageModel) -> _Names | None:
+def _names(model: LanguageModel) -> list[str] | None:
     """Returns the names of what is changed; None of a family that cannot be imprinted."""
     family = model.family
     if family.feed_forward_norm is None:
         return None
-    parts = family.modules(0)
-    weights = [*(parts[part][0] for part in "qkvo"), family.feed_forward_norm, parts["f"][0]]
-    weights.append(parts["p"][0])
-    return _Names(
-        *(name for weight in weights for name in (weight, f"{weight.removesuffix('weight')}bias"))
-    )
+    weights = [*(weight for (weight,) in family.modules(0).values()), family.feed_forward_norm]
+    return [name for weight in weights for name in (weight, sectors.bias_of(weight))]

@@ -24,11 +24,11 @@ from fedleak.models import LanguageModel
 from fedleak.models.family import Directions, TokenTable
 from fedleak.training.observation import Example
 
-_SHARE = 0.01
+SHARE = 0.01
 """The size of what the neurons write, as a share of what they are added to."""
 
-_PARALLEL = 1e-4
-"""How far rows may be from their plane, as rounding has it."""
+PARALLEL = 1e-4
+"""How far rows may be from their plane, or from one direction, as rounding has it."""
 
 _RIDGE = 1e-3
 """What is added to a second moment, as a share of it, before it is inverted."""
@@ -110,15 +110,21 @@ class Stream(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """The matrices of a block, as linear layers have them [outputs, inputs]."""
+    """The matrices of a block, as linear layers have them [outputs, inputs].
+
+    Attributes:
+        up: Beside the first feed-forward matrix; None where there is none.
+        biases: By the letters of `ModelFamily.modules`; none of layers without biases.
+    """
 
     query: Tensor
     key: Tensor
     value: Tensor
     output: Tensor
     first: Tensor
-    up: Tensor | None
     second: Tensor
+    up: Tensor | None
+    biases: Mapping[str, Tensor]
 
 
 def changed_names(model: LanguageModel) -> list[str]:
@@ -130,20 +136,26 @@ def changed_names(model: LanguageModel) -> list[str]:
     return [name for name in names if name.startswith(inside) and not name.startswith(f"{first}.")]
 
 
+def bias_of(weight: str) -> str:
+    """Returns the name of the bias beside a weight."""
+    return f"{weight.removesuffix('weight')}bias"
+
+
 def weights(model: LanguageModel, tensors: Mapping[str, Tensor], layer: int = 0) -> Weights:
-    """Returns views of the matrices of a block among tensors by name."""
-    letters = {
-        letter: [as_linear(model, name, tensors[name]) for name in names]
-        for letter, names in model.family.modules(layer).items()
-    }
-    if fused := letters.get("qkv"):
-        query, key, value = fused[0].chunk(3)
-    else:
-        query, key, value = (letters[letter][0] for letter in "qkv")
-    first, *up = letters["f"]
-    return Weights(
-        query, key, value, letters["o"][0], first, up[0] if up else None, letters["p"][0]
-    )
+    """Returns views of the matrices and biases of a block among tensors by name."""
+    parts: dict[str, Tensor] = {}
+    biases: dict[str, Tensor] = {}
+    up = None
+    for letters, (name, *others) in model.family.modules(layer).items():
+        # What is fused is named together: "qkv".
+        whole = as_linear(model, name, tensors[name])
+        parts |= zip(letters, whole.chunk(len(letters)), strict=True)
+        if (bias := tensors.get(bias_of(name))) is not None:
+            biases |= zip(letters, bias.chunk(len(letters)), strict=True)
+        if others:
+            up = as_linear(model, others[0], tensors[others[0]])
+    query, key, value, output, first, second = (parts[letter] for letter in "qkvofp")
+    return Weights(query, key, value, output, first, second, up, biases)
 
 
 def _scale(tensors: Mapping[str, Tensor]) -> Tensor:
@@ -158,7 +170,7 @@ def as_linear(model: LanguageModel, name: str, value: Tensor) -> Tensor:
     return value if isinstance(module, nn.Linear) else value.T
 
 
-def heads(model: LanguageModel) -> int:
+def head_size(model: LanguageModel) -> int:
     """Returns the size of an attention head."""
     return model.hidden_size // int(model.module.config.num_attention_heads)  # type: ignore[union-attr,arg-type]
 
@@ -186,7 +198,7 @@ def plant(
     own = dict(model.module.named_parameters())
     changed = {name: torch.zeros_like(own[name]).cpu() for name in changed_names(model)}
     parts, norm_D = weights(model, changed), _scale(changed)
-    device, size = model.device, min(size, heads(model))
+    device, size = model.device, min(size, head_size(model))
     streams, inputs = [], []
     for ids, _ in public:
         place_T = torch.arange(len(ids), device=device)
@@ -229,7 +241,7 @@ def plant(
     along_D = torch.nn.functional.pad(torch.randn(width - size, generator=rng), (size, 0))
     sign_N = torch.ones(neurons)
     sign_N[1::2] = -1
-    written = _SHARE * float(stream_MD.norm(dim=1).median()) / slope
+    written = SHARE * float(stream_MD.norm(dim=1).median()) / slope
     parts.second.add_(written * (along_D / along_D.norm())[:, None] * sign_N)
     return {name: value.to(device) for name, value in changed.items()}
 
@@ -252,7 +264,7 @@ def planted(model: LanguageModel) -> Sectors | None:
     edge_N = torch.atan2(across_N2[:, 1], across_N2[:, 0])
     apart = (row_ND - across_N2 @ plane_2D).norm() + (row_ND.norm(dim=1) - length).norm()
     rises = bool((edge_N.diff() >= 0).all()) and float(edge_N[-1]) < math.pi
-    if not (rises and apart < _PARALLEL * row_ND.norm()):
+    if not (rises and apart < PARALLEL * row_ND.norm()):
         return None
     row_N = parts.second[parts.second.abs().sum(1).argmax()]
     return Sectors(

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedleak.attacks import AttackSetting, certificate
-from fedleak.attacks.imprinted.answer import answered
+from fedleak.attacks.imprinted.answer import answered, not_served
 from fedleak.attacks.imprinted.checksum import Text
 from fedleak.attacks.matching.batch_structure import frame
 from fedleak.attacks.reconstruction import Reconstruction, Status
@@ -69,11 +69,8 @@ class AdapterImprintReader:
 
     def obstacle(self, setting: AttackSetting) -> str | None:
         """Needs adapters that were changed so, and the gradient of the values' B."""
-        if setting.server_mode != AdapterImprint.kind:
-            return (
-                "needs adapters that were changed for it: let the server do so, server.mode = "
-                f"{AdapterImprint.kind!r}"
-            )
+        if reason := not_served(setting, AdapterImprint, "adapters that were changed for it"):
+            return reason
         names = adapters(setting.family)
         if names is None or names[-1] not in setting.shared:
             return "needs adapters of the first block's values: see model.lora.targets"

@@ -3,13 +3,35 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedleak.attacks import certificate
+from fedleak.attacks import AttackSetting, certificate
 from fedleak.attacks.imprinted.checksum import Text
 from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.models import LanguageModel
+from fedleak.server_modes import ServerMode
 from fedleak.training.observation import Observation
 
 NO_TOKEN = "no bin of the imprinted layer holds a single token: noise, or too many tokens"
+
+
+def not_served(setting: AttackSetting, mode: type[ServerMode], needed: str) -> str | None:
+    """Returns that the server did not do what an attack reads; None if it did.
+
+    Args:
+        setting: What is attacked.
+        mode: What the server has to do.
+        needed: What comes of it, such as "a model that was changed for it".
+    """
+    if setting.server_mode == mode.kind:
+        return None
+    return f"needs {needed}: let the server do so, server.mode = {mode.kind!r}"
+
+
+def not_sent(setting: AttackSetting) -> str | None:
+    """Returns that clients do not send the first feed-forward matrix; None if they do."""
+    name = setting.family.modules(0)["f"][0]
+    if name in setting.shared:
+        return None
+    return f"needs {name}, and clients send none: see update.share"
 
 
 def answered(

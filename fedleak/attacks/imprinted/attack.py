@@ -8,7 +8,6 @@ A text is certified by itself, by its tag (`checksum`). The batch is proved as e
 gradient, recomputed at the model that was sent, is the update.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -17,10 +16,10 @@ import torch
 from torch import Tensor
 
 from fedleak.attacks import AttackSetting, certificate
-from fedleak.attacks.imprinted.answer import NO_TOKEN, answered
+from fedleak.attacks.imprinted.answer import NO_TOKEN, answered, not_sent, not_served
 from fedleak.attacks.imprinted.bins import Words, pick, read_bins
 from fedleak.attacks.imprinted.chains import Chains
-from fedleak.attacks.imprinted.checksum import Checksum, Text, read_texts
+from fedleak.attacks.imprinted.checksum import Checksum, read_texts
 from fedleak.attacks.imprinted.slots import MOST, Slots, fill_
 from fedleak.attacks.imprinted.tags import more_tags, read_tags, splits, without_mixtures
 from fedleak.attacks.matching.batch_structure import frame
@@ -42,15 +41,7 @@ class ImprintReader:
 
     def obstacle(self, setting: AttackSetting) -> str | None:
         """Needs a model that was imprinted, and the gradient of its first feed-forward layer."""
-        if setting.server_mode != Imprint.kind:
-            return (
-                "needs a model that was imprinted: let the server do so, server.mode = "
-                f"{Imprint.kind!r}"
-            )
-        name = setting.family.modules(0)["f"][0]
-        if name not in setting.shared:
-            return f"needs {name}, and clients send none: see update.share"
-        return None
+        return not_served(setting, Imprint, "a model that was imprinted") or not_sent(setting)
 
     def reads(self, setting: AttackSetting) -> frozenset[str]:
         """Reads the imprinted matrix, both embeddings, and the classifier for the proof."""
@@ -126,9 +117,6 @@ def _read_chains(
     chains = Chains(bins, words, everything, known, exact, table, opening)
     chains.grow_()
     numbers["tokens read"] = len(chains.tree.words) - 1
-    read = [
-        Text(ending.words, 0.0, chains.chance if ending.certain else math.inf)
-        for ending in chains.endings()
-    ]
+    texts, ids_V = chains.texts(), words.ids_V.tolist()
     with torch.enable_grad():
-        return answered(seen, model, words.ids_V.tolist(), read, numbers, alone=False)
+        return answered(seen, model, ids_V, texts, numbers, alone=False)

@@ -14,7 +14,7 @@ rows of the table, R picks.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -144,10 +144,10 @@ class Words:
         device = self.table.token_VD.device
         return self.table(self.ids_V[word_A].to(device), place_A.to(device)).cpu()
 
-    def only(self, word_NR: Tensor) -> "Words":
-        """Returns the words that bins name, by index, -1 for none: the others are in no text."""
-        named_X = sorted(set(word_NR[word_NR >= 0].tolist()))
-        return replace(self, ids_V=self.ids_V[named_X])
+    def first(self) -> Tensor:
+        """Returns the inputs [V, D] of every word at the first place."""
+        word_V = torch.arange(len(self.ids_V))
+        return self.rows(word_V, torch.zeros_like(word_V))
 
     def marks(self, frame: Frame) -> tuple[int | None, int | None]:
         """Returns the words, as indices, that begin and end every text, if these are known."""

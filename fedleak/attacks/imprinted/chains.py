@@ -16,7 +16,6 @@ Shapes: K numbers of a tag, V words, T places of the table, P nodes, Q tokens, X
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import permutations
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -25,9 +24,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedleak.attacks.imprinted.bins import ROUNDING, Bins, Words, whitening
-from fedleak.attacks.imprinted.checksum import expected
+from fedleak.attacks.imprinted.checksum import Text, expected
 from fedleak.attacks.imprinted.slots import CLEAR, explained
-from fedleak.attacks.imprinted.tags import EXACT, Split
+from fedleak.attacks.imprinted.tags import EXACT, SIGMAS, Split
 from fedleak.models.family import TokenTable
 from fedleak.server_modes.sectors import Sectors
 
@@ -45,9 +44,6 @@ _MOST_SUMS = 600_000
 
 _TWINS = 2e-3
 """Words whose embeddings differ by less than this share of their length are not told apart."""
-
-_SIGMAS = 5.0
-"""Errors of a tag that it may be off by."""
 
 
 class Token(NamedTuple):
@@ -101,23 +97,6 @@ class Tree:
         return [node for node in range(1, len(self.words)) if node not in inner]
 
 
-class Ending(NamedTuple):
-    """A text as far as it is read.
-
-    Attributes:
-        words: As indices.
-        certain: Bins show each of its words, and no other word has the same embedding. A word
-            behind it may have too little weight to be seen, so only the whole batch proves it.
-    """
-
-    words: tuple[int, ...]
-    certain: bool
-
-
-def _leaves_little(limit: float, picks: Sequence[int], weight_R: Tensor, rest_D: Tensor) -> bool:
-    return float(rest_D.norm()) <= limit
-
-
 class Chains:
     """Grows texts out of the tokens that bins show."""
 
@@ -145,7 +124,8 @@ class Chains:
         self.opening, self.table, self.everything = opening, table, everything
         self.bins, self.words, self.known, self.exact = bins, words, known, exact
         self.rotary = table.position_PD is None
-        self.part_VTK = torch.stack([self._projected(words, t) for t in range(words.places)], 1)
+        places = range(words.places)
+        self.part_VTK = torch.stack([self._projected(words.ids_V, place) for place in places], 1)
         flat_AK = self.part_VTK.flatten(0, 1).double()
         self.moment_KK = torch.cov(flat_AK.T)
         self.tree = Tree(sums=[torch.zeros(len(self.moment_KK))])
@@ -154,23 +134,17 @@ class Chains:
         self.waiting = [
             self._token(part, 0, part.tags_K)
             for part in exact
-            if self._single(part) and int(part.word_M[0]) != opening
+            if part.single and int(part.word_M[0]) != opening
         ]
         self.used = set(bins.used())
-        sample_VD = words.rows(torch.arange(len(words.ids_V)), torch.zeros(len(words.ids_V)).long())
+        sample_VD = words.first()
         self.white_DD = whitening(sample_VD, bins.noise() * float(sample_VD.norm(dim=1).mean()))
         self.named = {part.bin: set(words.ids_V[part.word_M].tolist()) for part in exact}
         self.open = {
-            part.bin: (part, list(range(len(part.weight_M))))
-            for part in exact
-            if not self._single(part)
+            part.bin: (part, list(range(len(part.weight_M)))) for part in exact if not part.single
         }
         self.trees: dict[tuple[int, int], tuple[KDTree, Tensor]] = {}
         self.chance = 0.0
-
-    @staticmethod
-    def _single(part: Split) -> bool:
-        return len(part.weight_M) == 1
 
     def _token(self, part: Split, own: int, tag_K: Tensor) -> Token:
         """Returns a token of a bin with the weighted tag that is left to it."""
@@ -225,7 +199,7 @@ class Chains:
         error_Q = torch.tensor([token.error for token in tokens])
         spread = float(tag_QK.square().mean().sqrt())
         size = tag_QK.shape[1]
-        radius_Q = (last + 1) * math.sqrt(size) * (_SIGMAS * error_Q + EXACT * spread)
+        radius_Q = (last + 1) * math.sqrt(size) * (SIGMAS * error_Q + EXACT * spread)
         texts = math.log(len(nodes) * len(chosen)) + gaps * math.log(len(self.words.ids_V))
         sums = self._sums(place + 1, gaps)
         if sums is None:
@@ -295,7 +269,7 @@ class Chains:
         """Returns what the layer reads at nodes [X, D], but for its scale."""
         word_X = torch.tensor([self.tree.words[node] for node in nodes], dtype=torch.long)
         place_X = torch.tensor([self.tree.places[node] for node in nodes], dtype=torch.long)
-        tags = [self.tree.sums[node] / (self.tree.places[node] + 1) for node in nodes]
+        tags = [self._tag(node) for node in nodes]
         return self._inputs(
             word_X, place_X, torch.stack(tags) if tags else self.tree.sums[0][None][:0]
         )
@@ -365,7 +339,6 @@ class Chains:
                 row_XD,
                 (row_XD @ self.white_DD).norm(dim=1).clamp_min(1e-9).reciprocal(),
                 self.white_DD,
-                partial(_leaves_little, limit),
             )
             for pick in picks or ():
                 # Texts with the same words in another order so far go on alike.
@@ -401,33 +374,34 @@ class Chains:
             clear |= {node for node, shown in zip(nodes, clear_X.tolist(), strict=True) if shown}
         return inside, unexplained, clear
 
-    def endings(self) -> list[Ending]:
-        """Returns the texts, each as far as it is read."""
+    def texts(self) -> list[Text]:
+        """Returns the texts, each as far as it is read.
+
+        Its `chance` is infinite unless bins show each of its words, and no other word has the same
+        embedding. A word behind it may have too little weight to be seen, so only the whole batch
+        proves it.
+        """
         _, _, clear = self._explained()
-        twins, endings = self._twins(), []
+        twins, texts = self._twins(), []
         for leaf in self.tree.leaves():
             path = self.tree.path(leaf)
             words = tuple(self.tree.words[node] for node in path)
             certain = clear.issuperset(path) and twins.isdisjoint(words)
-            endings.append(Ending(words, certain))
-        return endings
+            texts.append(Text(words, 0.0, self.chance if certain else math.inf))
+        return texts
 
     def _twins(self) -> set[int]:
         """Returns the words, as indices, that differ from another one by little more than rounding.
 
         Words that a model has hardly met in training may have the same embedding.
         """
-        own_VD, every_VD = (
-            words.rows(torch.arange(len(words.ids_V)), torch.zeros(len(words.ids_V)).long())
-            for words in (self.words, self.everything)
-        )
+        own_VD, every_VD = self.words.first(), self.everything.first()
         near_VV = torch.cdist(own_VD, every_VD) <= _TWINS * own_VD.norm(dim=1, keepdim=True)
         twins: list[int] = (near_VV.sum(1) > 1).nonzero()[:, 0].tolist()
         return set(twins)
 
-    def _projected(self, words: Words, place: int) -> Tensor:
+    def _projected(self, ids_V: Tensor, place: int) -> Tensor:
         """Returns the projections [V, K] of words at a place."""
-        device = self.table.token_VD.device
-        place_V = torch.full_like(words.ids_V, place)
-        input_VD = self.table(words.ids_V.to(device), place_V.to(device)).cpu()
+        ids_V = ids_V.to(self.table.token_VD.device)
+        input_VD = self.table(ids_V, torch.full_like(ids_V, place)).cpu()
         return input_VD @ self.known.project_KD.T

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedleak.attacks.imprinted.tags import EXACT, Tags
+from fedleak.attacks.imprinted.tags import EXACT, SIGMAS, Tags
 
 CERTAIN = 1e-6
 """Wrong texts that may be expected to fit where a text is certified."""
@@ -34,9 +34,6 @@ _CHANGES = 3
 
 _GAPS = 2
 """Words that are found by the tag alone, at most."""
-
-_SIGMAS = 5.0
-"""Errors of a tag that a right text is within."""
 
 
 class Text(NamedTuple):
@@ -84,7 +81,7 @@ class Checksum:
     def radius(self, error: float) -> float:
         """Returns how far the tag of a right text may be from one of this error."""
         size = self.part_VTK.shape[2]
-        return math.sqrt(size) * (_SIGMAS * error + EXACT * self.spread)
+        return math.sqrt(size) * (SIGMAS * error + EXACT * self.spread)
 
     def chance(self, words: Sequence[int], radius: float) -> float:
         """Returns how many texts with few words changed are to be expected within a radius."""

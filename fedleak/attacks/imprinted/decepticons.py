@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedleak.attacks import AttackSetting, certificate
-from fedleak.attacks.imprinted.answer import NO_TOKEN, answered
+from fedleak.attacks.imprinted.answer import NO_TOKEN, answered, not_sent, not_served
 from fedleak.attacks.imprinted.bins import Words, read_bins
 from fedleak.attacks.imprinted.checksum import Text
 from fedleak.attacks.matching.batch_structure import frame
@@ -57,20 +57,14 @@ class DecepticonsReader:
 
     def obstacle(self, setting: AttackSetting) -> str | None:
         """Needs a model that was changed so, and the gradients of its feed-forward layers."""
-        if setting.server_mode != Decepticons.kind:
-            return (
-                "needs a model that was changed for it: let the server do so, server.mode = "
-                f"{Decepticons.kind!r}"
-            )
+        if reason := not_served(setting, Decepticons, "a model that was changed for it"):
+            return reason
         if setting.response:
             return (
                 "needs a loss at each token, and the loss counts responses alone: let the server "
                 "use server.mode = 'imprint', or leave model.response_template out"
             )
-        name = setting.family.modules(0)["f"][0]
-        if name not in setting.shared:
-            return f"needs {name}, and clients send none: see update.share"
-        return None
+        return not_sent(setting)
 
     def reads(self, setting: AttackSetting) -> frozenset[str]:
         """Reads the first feed-forward matrices, both embeddings, and the classifier."""

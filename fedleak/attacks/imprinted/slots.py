@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from fedleak.attacks.imprinted.bins import ROUNDING, Bins, Words, whitening
 from fedleak.attacks.imprinted.pursuit import pursue
-from fedleak.attacks.imprinted.tags import Tags
+from fedleak.attacks.imprinted.tags import SIGMAS, Tags
 from fedleak.server_modes.imprint import Planted
 
 MOST = 100_000_000
@@ -30,9 +30,6 @@ _PICKS = 12
 
 _SAMPLE = 4096
 """Inputs whose covariance is taken."""
-
-_SIGMAS = 5.0
-"""Errors of a tag that it may be off by."""
 
 CLEAR = 3.0
 """A token is in a bin if it is so many times larger there than what may be left of the bin."""
@@ -120,7 +117,7 @@ class _Inputs:
         size = self.tags.tag_SK.shape[1]
         per_sigma_R = weight_R.abs() / self.sigma_VTS.flatten()[index_R]
         error = float(per_sigma_R @ self.tags.error_S[index_R % len(self.tag_SD)].double())
-        of_tags = _SIGMAS * math.sqrt(size) * error
+        of_tags = SIGMAS * math.sqrt(size) * error
         return float(rest_D[size:].norm()) <= limit and float(rest_D.norm()) <= limit + of_tags
 
 
@@ -202,7 +199,7 @@ def explained(
     row_CD: Tensor,
     per_norm_C: Tensor,
     white_DD: Tensor,
-    explains: Callable[[list[int], Tensor, Tensor], bool],
+    explains: Callable[[list[int], Tensor, Tensor], bool] | None = None,
 ) -> list[int] | None:
     """Returns the few rows that are clearly in a sum and leave nothing of it; None: not explained.
 
@@ -212,7 +209,8 @@ def explained(
         row_CD: Candidates.
         per_norm_C: 1 / their length, whitened.
         white_DD: What makes rows as little alike as it can.
-        explains: (rows, their weights, what is left) -> whether that is little enough.
+        explains: (rows, their weights, what is left) -> whether that is little enough; None: if it
+            is no longer than the limit.
     """
     if not len(row_CD):
         return None
@@ -232,7 +230,8 @@ def explained(
         inverse_RD = torch.linalg.pinv(system_DR)
         weight_R = inverse_RD @ sum_D.double()
         rest_D = sum_D.double() - system_DR @ weight_R
-        if not explains(picks, weight_R, rest_D):
+        little = float(rest_D.norm()) <= limit
+        if not (little if explains is None else explains(picks, weight_R, rest_D)):
             return None
         # What a token has that no other one of the bin has.
         clear_R = weight_R.abs() > CLEAR * limit * inverse_RD.norm(dim=1)

@@ -17,6 +17,9 @@ from torch import Tensor
 
 from fedleak.attacks.imprinted.bins import Bins, Picked, Words
 
+SIGMAS = 5.0
+"""Errors of a tag that it may be off by."""
+
 _ALIKE = 5.0
 """Tags closer than so many times their error are of one text."""
 
@@ -66,6 +69,11 @@ class Split(NamedTuple):
     tags_K: Tensor
     noise: float
 
+    @property
+    def single(self) -> bool:
+        """Whether it holds one token."""
+        return len(self.weight_M) == 1
+
 
 def split(
     bins: Bins, number: int, words: Words, word_M: Tensor, place_M: Tensor, size: int
@@ -105,7 +113,7 @@ def splits(bins: Bins, words: Words, picked: Picked, size: int) -> list[Split]:
 @torch.no_grad()
 def read_tags(exact: Sequence[Split]) -> Tags | None:
     """Returns the tags that bins of one token give; None if there is no such bin."""
-    singles = [split for split in exact if len(split.weight_M) == 1]
+    singles = [split for split in exact if split.single]
     if not singles:
         return None
     points_PK = torch.stack([split.tags_K / split.weight_M for split in singles])

@@ -1,5 +1,6 @@
 """Reading an imprinted decoder: what is planted, single parts, and batches as a whole."""
 
+import math
 from collections import Counter
 from dataclasses import replace
 
@@ -137,7 +138,7 @@ def test_a_text_is_not_certain_where_no_bin_shows_a_word_or_the_word_has_a_twin(
         for place, token in enumerate(ids):
             word = words.tolist().index(token)
             node = chains.tree.add(node, word, chains._own(word, place))
-        return [ending.certain for ending in chains.endings()]
+        return [text.chance < math.inf for text in chains.texts()]
 
     assert certain(bins, ids, used) == [True]
     assert certain(bins, (*ids[:-1], ids[1]), used) == [False]
