@@ -1,5 +1,6 @@
 """Whether one example drowns the others of its batch."""
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -38,7 +39,8 @@ class DSnr(Detector):
         }
         if not ratios:
             return Finding("a batch of one example has no others")
-        name = max(ratios, key=ratios.__getitem__)
+        # A ratio that is no number counts as the largest.
+        name = max(ratios, key=lambda name: (math.isnan(ratios[name]), ratios[name]))
         return Finding(
             f"in {name!r} one example's gradient is {ratios[name]:.3g} times those of all others",
             ratios[name],

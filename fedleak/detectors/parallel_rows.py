@@ -38,6 +38,8 @@ class ParallelRows(Detector):
         """Returns the largest median of a matrix."""
         largest, where = 0.0, "no matrix"
         for name, value in matrices(seen.now.parameters, [*EMBEDDINGS, SECOND_FACTOR]):
+            if not np.isfinite(value).all():
+                return Finding(f"{name!r} holds numbers that are none", float("inf"), self.limit)
             # GPT-2 keeps the weights of a neuron in a column.
             for rows in (value, value.T):
                 if len(rows) >= FEWEST <= rows.shape[1] and (of_rows := _median(rows)) > largest:

@@ -286,6 +286,14 @@ def test_a_model_that_is_no_numbers_jumps():
     assert named("rank")(honest(now=Broadcast(3, broken))).alarm
 
 
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+@pytest.mark.parametrize("rows", [100, 512])
+def test_a_number_that_is_none_hides_no_parallel_rows(rows, number):
+    imprinted = np.ones((rows, 64), np.float32)
+    imprinted[3, 5] = number
+    assert named("parallel_rows")(honest(now=Broadcast(3, {"dense.weight": imprinted}))).alarm
+
+
 def worst_gradients(steps):
     """The gradients that take Adam's last of so many steps farthest: equality in Cauchy-Schwarz."""
     return [(0.9 / 0.999) ** (steps - step) for step in range(1, steps + 1)]
@@ -380,6 +388,9 @@ def test_d_snr_is_the_ratio_of_the_paper_and_leaves_embeddings_out():
     }
     own = replace(honest().own, example_norms=lambda: norms)
     assert named("d_snr")(honest(own=own)).statistic == 1.5
+    norms["layer.1.dense.weight"] = np.array([np.inf, 1.0])  # too large for its precision
+    now = Broadcast(3, {**weights(), "layer.1.dense.weight": weights()["layer.0.dense.weight"]})
+    assert with_limit("d_snr")(honest(now=now, own=own)).alarm
 
 
 def test_a_changed_setting_is_named_unless_it_may_change():
