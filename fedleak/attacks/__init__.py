@@ -16,7 +16,7 @@ import json
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass
 from functools import cache, partial
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
@@ -26,7 +26,7 @@ from fedleak.attacks.reconstruction import Reconstruction
 from fedleak.models import LanguageModel
 from fedleak.models.family import ModelFamily
 from fedleak.training.observation import Observation, UpdateKind
-from fedleak.util.plugins import discover
+from fedleak.util.plugins import discover, no_dataclass_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,8 +241,8 @@ class OneByOne(ABC):
 
 def flaw(cls: type) -> str | None:
     """Returns why a class is no attack, and what it lacks; None if it is one."""
-    if not is_dataclass(cls):
-        return "it is no dataclass: put @dataclass(frozen=True) above it"
+    if reason := no_dataclass_of(object, cls):
+        return reason
     if not isinstance(getattr(cls, "uses", None), Set):
         return "it does not say which facts it uses: give it `uses: ClassVar = frozenset()`"
     # Each class has the `__call__` that makes an instance.

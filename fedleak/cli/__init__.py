@@ -1,5 +1,6 @@
 """The command line: `fedleak audit | run | sweep | attack | score | report | ...`."""
 
+import logging
 import os
 from typing import Annotated
 
@@ -61,7 +62,7 @@ def main(
 ) -> None:
     """Takes the options before the command."""
     if debug:
-        context.with_resource(logs.debugging())
+        context.with_resource(logs.handled(logging.StreamHandler()))  # which writes to stderr
 
 
 for command in (

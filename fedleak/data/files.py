@@ -140,24 +140,19 @@ def _from_csv(file: TableFile, cache: str) -> "Dataset":
     return rows.rename_columns({c: str(c) for c in rows.column_names if not isinstance(c, str)})
 
 
-def _from_json(file: TableFile, cache: str) -> "Dataset":
+def _from_typed(file: TableFile, cache: str) -> "Dataset":
     from datasets import Dataset
 
+    read = Dataset.from_json if file.kind == ".jsonl" else Dataset.from_parquet
     options = {} if file.encoding is None else {"encoding": file.encoding}
-    return Dataset.from_json(str(file.path), keep_in_memory=True, cache_dir=cache, **options)
-
-
-def _from_parquet(file: TableFile, cache: str) -> "Dataset":
-    from datasets import Dataset
-
-    return Dataset.from_parquet(str(file.path), keep_in_memory=True, cache_dir=cache)
+    return read(str(file.path), keep_in_memory=True, cache_dir=cache, **options)
 
 
 _READERS: "Mapping[str, Callable[[TableFile, str], Dataset]]" = {
     ".csv": _from_csv,
     ".tsv": _from_csv,
-    ".jsonl": _from_json,
-    ".parquet": _from_parquet,
+    ".jsonl": _from_typed,
+    ".parquet": _from_typed,
 }
 
 

@@ -12,7 +12,7 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import ClassVar, Self
 
@@ -22,10 +22,10 @@ from torch import Tensor
 from fedleak.models import LanguageModel
 from fedleak.training import privacy
 from fedleak.training.observation import ClientUpdate, Sight
-from fedleak.training.privacy import Accountant, Event
+from fedleak.training.privacy import Accountant, Event, Neighbouring, Unit
 from fedleak.training.settings import LocalTraining
 from fedleak.util.errors import ConfigError
-from fedleak.util.plugins import discover
+from fedleak.util.plugins import discover, no_dataclass_of
 
 _PIECE = 2**16
 """Numbers whose float64 copies stay in a processor's cache."""
@@ -146,15 +146,18 @@ class Defense:
         return None
 
 
-class NoiseOrEpsilon(Defense, ABC):
+class NoiseOrEpsilon(Defense):
     """A defense whose noise is given, or follows from an epsilon. A dataclass has both as fields.
 
     Attributes:
+        unit, neighbouring: Of the `Event` of a round.
         noise_multiplier: Standard deviation of the noise, in sensitivities.
         epsilon: What all rounds together may spend; in place of a noise multiplier.
     """
 
     noisy: ClassVar[bool] = True
+    unit: ClassVar[Unit] = "client"
+    neighbouring: ClassVar[Neighbouring] = "zero out one"
     noise_multiplier: float | None
     epsilon: float | None
 
@@ -172,9 +175,13 @@ class NoiseOrEpsilon(Defense, ABC):
         noise /= planned[0].noise_multiplier  # what noise of 1 comes to
         return replace(unit, noise_multiplier=noise)  # type: ignore[type-var]
 
-    @abstractmethod
     def event(self, local: LocalTraining, num_examples: int, round: int) -> Event:
-        """Returns what a round adds to the ledger of such a client."""
+        """Returns one use on the unit that it protects."""
+        return Event(
+            noise_multiplier=self.noise_multiplier or 0.0,
+            unit=self.unit,
+            neighbouring=self.neighbouring,
+        )
 
 
 class TrustedAggregator(Defense, ABC):
@@ -251,11 +258,7 @@ class TrustedAggregator(Defense, ABC):
 
 def flaw(cls: type) -> str | None:
     """Returns why a class is no defense, and what it lacks; None if it is one."""
-    if not issubclass(cls, Defense):
-        return "it is no Defense: let it inherit from fedleak.defenses.Defense"
-    if not is_dataclass(cls):
-        return "it is no dataclass: put @dataclass(frozen=True) above it"
-    return None
+    return no_dataclass_of(Defense, cls)
 
 
 @cache

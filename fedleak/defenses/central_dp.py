@@ -1,6 +1,6 @@
 """Central differential privacy: a trusted server clips updates and publishes their noisy mean."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -8,9 +8,9 @@ import torch
 
 from fedleak.defenses import Claims, NoiseOrEpsilon, TrustedAggregator
 from fedleak.defenses.clip import clipped
-from fedleak.training.aggregation import mean_update
+from fedleak.training.aggregation import WeightedSum
 from fedleak.training.observation import ClientUpdate, Sight
-from fedleak.training.privacy import Epsilon, Event, Noise, Positive
+from fedleak.training.privacy import Epsilon, Noise, Positive
 from fedleak.training.settings import LocalTraining
 
 
@@ -43,20 +43,17 @@ class CentralDp(NoiseOrEpsilon, TrustedAggregator):
 
     def combined(self, updates: Iterable[ClientUpdate], *, rng: torch.Generator) -> ClientUpdate:
         """Returns the mean of the clipped updates plus noise."""
-        examples: list[int] = []
-
-        def short() -> Iterator[ClientUpdate]:
-            for update in updates:
-                examples.append(update.num_examples)
-                yield replace(clipped(update, self.max_norm), num_examples=1)
-
-        mean = mean_update(short())
-        sigma = self.noise_on_mean(len(examples))
+        total, examples = WeightedSum(), 0
+        for update in updates:
+            total.add_(replace(clipped(update, self.max_norm), num_examples=1))
+            examples += update.num_examples
+        mean = total.mean()
+        sigma = self.noise_on_mean(mean.num_examples)
         noisy = {
             name: value + sigma * torch.randn(value.shape, generator=rng)
             for name, value in sorted(mean.tensors.items())
         }
-        return replace(mean, tensors=noisy, num_examples=sum(examples))
+        return replace(mean, tensors=noisy, num_examples=examples)
 
     def noise_on_mean(self, clients: int, round: int = 1) -> float:
         """Returns the standard deviation of the noise on a number of the mean."""
@@ -75,11 +72,3 @@ class CentralDp(NoiseOrEpsilon, TrustedAggregator):
     def update_claims(self, local: LocalTraining, num_examples: int) -> Claims:
         """Returns by how much a client moves the sum."""
         return Claims(client_norm=self.max_norm)
-
-    def event(self, local: LocalTraining, num_examples: int, round: int) -> Event:
-        """Returns one use on all that the client has."""
-        return Event(
-            noise_multiplier=self.noise_multiplier or 0.0,
-            unit="client",
-            neighbouring="zero out one",
-        )

@@ -10,7 +10,7 @@ from fedleak.defenses import Claims, NoiseOrEpsilon
 from fedleak.models import LanguageModel
 from fedleak.training.batches import passes
 from fedleak.training.observation import UpdateKind
-from fedleak.training.privacy import Epsilon, Event, Noise, Positive
+from fedleak.training.privacy import Epsilon, Event, Noise, Positive, Unit
 from fedleak.training.settings import LocalTraining, PrivateSteps
 
 _SHARED_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm)
@@ -31,6 +31,7 @@ class DpSgd(NoiseOrEpsilon):
     """
 
     kind: ClassVar[str] = "dp_sgd"
+    unit: ClassVar[Unit] = "example"
     exclusive: ClassVar[str | None] = "a step has one"
     reports_training: ClassVar[bool] = True
     noise_multiplier: Noise | None = None
@@ -58,11 +59,7 @@ class DpSgd(NoiseOrEpsilon):
 
     def event(self, local: LocalTraining, num_examples: int, round: int) -> Event:
         """Returns a round's steps."""
-        event = Event(
-            noise_multiplier=self.noise_multiplier or 0.0,
-            unit="example",
-            neighbouring="zero out one",
-        )
+        event = super().event(local, num_examples, round)
         if self.sampling == "poisson":
             return replace(
                 event,

@@ -9,7 +9,7 @@ from fedleak.defenses import Claims, NoiseOrEpsilon
 from fedleak.defenses.clip import clipped
 from fedleak.defenses.gaussian_noise import with_noise
 from fedleak.training.observation import ClientUpdate
-from fedleak.training.privacy import Epsilon, Event, Noise, Positive
+from fedleak.training.privacy import Epsilon, Neighbouring, Noise, Positive
 from fedleak.training.settings import LocalTraining
 
 
@@ -27,6 +27,7 @@ class LocalDp(NoiseOrEpsilon):
     """
 
     kind: ClassVar[str] = "local_dp"
+    neighbouring: ClassVar[Neighbouring] = "replace one, given n"
     max_norm: Positive
     noise_multiplier: Noise | None = None
     epsilon: Epsilon | None = None
@@ -38,14 +39,6 @@ class LocalDp(NoiseOrEpsilon):
     def update_claims(self, local: LocalTraining, num_examples: int) -> Claims:
         """Returns norm and noise."""
         return Claims(noise_scale=self._sigma, max_norm=self.max_norm)
-
-    def event(self, local: LocalTraining, num_examples: int, round: int) -> Event:
-        """Returns one use on all that the client has."""
-        return Event(
-            noise_multiplier=self.noise_multiplier or 0.0,
-            unit="client",
-            neighbouring="replace one, given n",
-        )
 
     @property
     def _sigma(self) -> float:

@@ -1,6 +1,6 @@
 """Secure aggregation: the server sees the sum over the round's clients, and nothing else."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedleak.defenses import Claims, TrustedAggregator
 from fedleak.models import LanguageModel
-from fedleak.training.aggregation import mean_update
+from fedleak.training.aggregation import WeightedSum
 from fedleak.training.observation import ClientUpdate, UpdateKind
 from fedleak.training.privacy import Positive
 from fedleak.training.settings import LocalTraining
@@ -143,16 +143,11 @@ class SecureSum(TrustedAggregator):
 
     def combined(self, updates: Iterable[ClientUpdate], *, rng: torch.Generator) -> ClientUpdate:
         """Returns the mean of the updates, weighted by examples: their sum, divided."""
-        if self.clipping is None:
-            return mean_update(updates)
-        examples: list[int] = []
-
-        def as_weighed() -> Iterator[ClientUpdate]:
-            for update in updates:
-                examples.append(update.num_examples)
-                yield replace(update, num_examples=self.weight(update.num_examples))
-
-        return replace(mean_update(as_weighed()), num_examples=sum(examples))
+        total, examples = WeightedSum(), 0
+        for update in updates:
+            total.add_(replace(update, num_examples=self.weight(update.num_examples)))
+            examples += update.num_examples
+        return replace(total.mean(), num_examples=examples)
 
     def update_claims(self, local: LocalTraining, num_examples: int) -> Claims:
         """Returns that the server sees a mean, and to what numbers are rounded."""

@@ -10,7 +10,7 @@ more than NumPy; `fedleak list` prints the first line of the docstring.
 import hashlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, ClassVar, Literal
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from fedleak.detectors.movement import Movement as Movement
 from fedleak.util.errors import FedleakError, UnknownKindError, unknown
-from fedleak.util.plugins import discover
+from fedleak.util.plugins import discover, no_dataclass_of
 
 Weights = Mapping[str, NDArray[Any]]
 """Parameters by name."""
@@ -139,13 +139,10 @@ class Detector:
 
 def flaw(cls: type) -> str | None:
     """Returns why a class is no detector, and what it lacks; None if it is one."""
-    if not issubclass(cls, Detector):
-        return "it is no Detector: let it inherit from fedleak.detectors.Detector"
-    if not is_dataclass(cls):
-        return "it is no dataclass: put @dataclass(frozen=True, kw_only=True) above it"
-    if not isinstance(getattr(cls, "cost", None), str):
-        return "it does not say what it costs: give it a cost"
-    return None
+    if reason := no_dataclass_of(Detector, cls, "frozen=True, kw_only=True"):
+        return reason
+    said = isinstance(getattr(cls, "cost", None), str)
+    return None if said else "it does not say what it costs: give it a cost"
 
 
 @cache

@@ -116,7 +116,7 @@ class FirstBlock:
 class ModelFamily(Protocol):
     """An architecture, found by `config.model_type`. Parameters are named, never counted.
 
-    A class that inherits gets the methods that are alike in most decoders.
+    A class that inherits gets what is alike in most decoders.
 
     Attributes:
         model_type: The name that `config.model_type` has.
@@ -136,12 +136,12 @@ class ModelFamily(Protocol):
     model_type: ClassVar[str]
     causal: ClassVar[bool]
     word_embedding: ClassVar[str]
-    position_embedding: ClassVar[str | None]
-    token_type_embedding: ClassVar[str | None]
+    position_embedding: ClassVar[str | None] = None
+    token_type_embedding: ClassVar[str | None] = None
     embeddings: ClassVar[tuple[str, ...]]
     layers: ClassVar[str]
     weights: ClassVar[Mapping[str, tuple[str, ...]]]
-    classifier: ClassVar[tuple[str, ...]]
+    classifier: ClassVar[tuple[str, ...]] = ("score.weight",)
     feed_forward_norm: ClassVar[str | None] = None
 
     def modules(self, layer: int) -> Mapping[str, tuple[str, ...]]:

@@ -20,7 +20,6 @@ class Gpt2(ModelFamily):
     causal: ClassVar[bool] = True
     word_embedding: ClassVar[str] = "transformer.wte.weight"
     position_embedding: ClassVar[str] = "transformer.wpe.weight"
-    token_type_embedding: ClassVar[None] = None
     embeddings: ClassVar[tuple[str, ...]] = (word_embedding, position_embedding)
     layers: ClassVar[str] = "transformer.h"
     weights: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -29,7 +28,6 @@ class Gpt2(ModelFamily):
         "f": ("mlp.c_fc",),
         "p": ("mlp.c_proj",),
     }
-    classifier: ClassVar[tuple[str, ...]] = ("score.weight",)
 
     def projections(self, tensors: Mapping[str, Tensor], layer: int) -> dict[str, Tensor]:
         """Returns the three gradients [O, I], cut out of the fused one."""

@@ -20,8 +20,6 @@ class Llama(ModelFamily):
     model_type: ClassVar[str] = "llama"
     causal: ClassVar[bool] = True
     word_embedding: ClassVar[str] = "model.embed_tokens.weight"
-    position_embedding: ClassVar[None] = None
-    token_type_embedding: ClassVar[None] = None
     embeddings: ClassVar[tuple[str, ...]] = (word_embedding,)
     layers: ClassVar[str] = "model.layers"
     weights: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -32,7 +30,6 @@ class Llama(ModelFamily):
         "f": ("mlp.gate_proj", "mlp.up_proj"),  # two, because both come first
         "p": ("mlp.down_proj",),
     }
-    classifier: ClassVar[tuple[str, ...]] = ("score.weight",)
 
     def token_table(self, module: nn.Module) -> TokenTable:
         """Returns token rows, and the RMSNorm before the first attention."""

@@ -19,7 +19,7 @@ file. `fedleak list` prints the first line of the docstring, and
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar
 
@@ -30,7 +30,7 @@ from fedleak.models import LanguageModel
 from fedleak.training.observation import Example, Sight
 from fedleak.training.settings import LocalTraining
 from fedleak.util.errors import FedleakError
-from fedleak.util.plugins import discover
+from fedleak.util.plugins import discover, no_dataclass_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,11 +143,7 @@ def changed_state(
 
 def flaw(cls: type) -> str | None:
     """Returns why a class is no mode, and what it lacks; None if it is one."""
-    if not issubclass(cls, ServerMode):
-        return "it is no ServerMode: let it inherit from fedleak.server_modes.ServerMode"
-    if not is_dataclass(cls):
-        return "it is no dataclass: put @dataclass(frozen=True) above it"
-    return None
+    return no_dataclass_of(ServerMode, cls)
 
 
 @cache

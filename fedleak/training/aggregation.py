@@ -16,7 +16,7 @@ class WeightedSum:
     It depends on the order in which they are added, in its last bits. Nothing is kept of them.
 
     Args:
-        precision: The type that a parameter is summed in, by its name.
+        precision: The type that a parameter is summed in, by its name; float32 if nobody says.
 
     Attributes:
         kind: What the updates are.
@@ -25,7 +25,9 @@ class WeightedSum:
         all_examples: Of all clients.
     """
 
-    def __init__(self, precision: Callable[[str], torch.dtype]) -> None:
+    def __init__(
+        self, precision: Callable[[str], torch.dtype] = lambda name: torch.float32
+    ) -> None:
         self._precision = precision
         self.kind, self.all_examples = UpdateKind.GRADIENT, 0
         self.tensors: dict[str, Tensor] = {}
@@ -45,18 +47,21 @@ class WeightedSum:
                 self.tensors[name] += wide * count
             self.examples[name] = self.examples.get(name, 0) + update.num_examples
 
+    def mean(self) -> ClientUpdate:
+        """Returns the mean of the updates: an update of all their examples together.
+
+        Of a parameter it is the mean over the clients that sent it.
+        """
+        mean = {name: value / self.examples[name] for name, value in self.tensors.items()}
+        return ClientUpdate(self.kind, mean, self.all_examples)
+
 
 def mean_update(updates: Iterable[ClientUpdate]) -> ClientUpdate:
-    """Returns the mean of updates, weighted by examples: what secure aggregation reveals.
-
-    Of a parameter it is the mean over the clients that sent it, in float32. It is an update of all
-    their examples together.
-    """
-    total = WeightedSum(lambda name: torch.float32)
+    """Returns the mean of updates, weighted by examples: what secure aggregation reveals."""
+    total = WeightedSum()
     for update in updates:
         total.add_(update)
-    mean = {name: value / total.examples[name] for name, value in total.tensors.items()}
-    return ClientUpdate(total.kind, mean, total.all_examples)
+    return total.mean()
 
 
 def taken_out(

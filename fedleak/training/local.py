@@ -3,8 +3,7 @@
 FedSGD and FedAvg: McMahan et al. 2017, algorithm 1 (FedSGD with the gradient on the wire).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -19,10 +18,6 @@ from fedleak.training.steps import Batch, gradient, moved, steps_
 from fedleak.util.rng import stream, stream_seed
 
 
-def _no_report(figures: Mapping[str, Any]) -> None:
-    """Drops what it is told."""
-
-
 def local_update_(
     model: LanguageModel,
     sequences: Sequence[Sequence[int]],
@@ -30,7 +25,7 @@ def local_update_(
     training: LocalTraining,
     *,
     seed: int,
-    report: OnFigures = _no_report,
+    report: OnFigures = lambda figures: None,
     planted: Planted | None = None,
 ) -> ClientUpdate:
     """Trains on the given examples from the model's weights and returns the update.

@@ -10,7 +10,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
@@ -21,6 +21,10 @@ from fedleak.util.errors import ConfigError
 Accountant = Literal["prv", "rdp"]
 """The smaller bound of Rényi differential privacy (Mironov 2017) and of the numerical composition
 of privacy loss distributions (Gopi et al. 2021); or the first alone, which is faster."""
+
+Unit = Literal["example", "client"]
+Neighbouring = Literal["zero out one", "replace one, given n"]
+"""What an event protects, and what is changed about it (`Event`)."""
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Noise = Annotated[float, Field(ge=1e-6, allow_inf_nan=False)]
@@ -63,14 +67,10 @@ class Event:
     noise_multiplier: float
     sampling_rate: float = 1.0
     steps: int = 1
-    unit: Literal["example", "client"]
-    neighbouring: Literal["zero out one", "replace one, given n"]
+    unit: Unit
+    neighbouring: Neighbouring
     sampling: Literal["Poisson", "none"] = "none"
     disjoint: int | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns plain values."""
-        return asdict(self)
 
 
 class Use(NamedTuple):

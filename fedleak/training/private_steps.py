@@ -49,18 +49,6 @@ class Joining(NamedTuple):
     takes_part_K: Tensor
 
 
-class ClippedSum(NamedTuple):
-    """What is known of a sum that is left with an optimizer.
-
-    Attributes:
-        norms_B: Of the examples' gradients before clipping.
-        signal: Norm of the sum of the examples' clipped gradients, without canaries.
-    """
-
-    norms_B: Tensor
-    signal: Tensor
-
-
 # GPT-2's linear layer: its weight is the transpose of nn.Linear's, which has the same norm.
 @register_grad_sampler(Conv1D)  # type: ignore[untyped-decorator]
 def _conv1d_gradients(
@@ -165,14 +153,14 @@ def private_gradient(
         generator=noise,
     )
     with per_example(model, ghost, private.max_grad_norm) as hooks:
-        clipped = clipped_sum_(model, batch, joining, hooks, optimizer, ghost)
+        norms_B, signal = clipped_sum_(model, batch, joining, hooks, optimizer, ghost)
         optimizer.add_noise()
         sums = [p.summed_grad for p in trained.values()]
         optimizer.scale_grad()
     gradient = {name: p.grad for name, p in trained.items()}
     noises = [p.grad - summed / expected for p, summed in zip(trained.values(), sums, strict=True)]
     noise_norm = torch.stack([parameter_noise.norm() for parameter_noise in noises]).norm()
-    seen.add(clipped.norms_B, private.max_grad_norm, clipped.signal / expected, noise_norm)
+    seen.add(norms_B, private.max_grad_norm, signal / expected, noise_norm)
     for parameter in trained.values():
         parameter.grad = None
         parameter.summed_grad = None
@@ -186,8 +174,13 @@ def clipped_sum_(
     hooks: GradSampleHooks,
     optimizer: DPOptimizer,
     ghost: bool,
-) -> ClippedSum:
-    """Leaves the sum of all clipped gradients, of examples and canaries, with the optimizer."""
+) -> tuple[Tensor, Tensor]:
+    """Leaves the sum of all clipped gradients, of examples and canaries, with the optimizer.
+
+    Returns:
+        The norms of the examples' gradients before clipping [B], and the norm of the sum of those
+        after it, without canaries.
+    """
     planted = None
     if joining is not None and joining.takes_part_K.any():
         planted = joining.planted
@@ -197,11 +190,11 @@ def clipped_sum_(
     norms_R, factors_R = _clipped_records_(model, batch, planted, hooks, optimizer, ghost)
     signal = torch.stack([p.summed_grad.norm() for p in optimizer.params]).norm()
     if joining is None or planted is None:
-        return ClippedSum(norms_R, signal)
+        return norms_R, signal
     sums = {name: p.summed_grad for name, p in model.trained().items()}  # type: ignore[attr-defined]
     examples = len(norms_R) - len(planted.norms)
     planted.add_(sums, joining.takes_part_K, factors_R[examples:])
-    return ClippedSum(norms_R[:examples], signal)
+    return norms_R[:examples], signal
 
 
 def clipping_factors(norms_R: Tensor, most: float) -> Tensor:

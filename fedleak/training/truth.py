@@ -71,18 +71,3 @@ class GroundTruth:
     def to_json(self) -> dict[str, Any]:
         """Returns plain values for a JSON file."""
         return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> "GroundTruth":
-        """Reads what `to_json` gave."""
-        coins = value.get("canaries")
-        if coins:
-            coins = {k: tuple(v) if isinstance(v, list) else v for k, v in coins.items()}
-        return cls(
-            **value
-            | {
-                "sequences": tuple(map(tuple, value["sequences"])),
-                "labels": tuple(value["labels"]),
-                "canaries": coins and Coins(**coins),
-            }
-        )

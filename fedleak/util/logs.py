@@ -90,13 +90,6 @@ def noted(error: BaseException) -> str:
 
 
 @contextmanager
-def debugging() -> Iterator[None]:
-    """Shows on stderr what is noted in the body."""
-    with handled(logging.StreamHandler()):
-        yield
-
-
-@contextmanager
 def handled(handler: logging.Handler) -> Iterator[None]:
     """Passes to a handler what our modules note in the body, and to nobody above them.
 

@@ -13,6 +13,7 @@ import pkgutil
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
@@ -48,6 +49,13 @@ class Discovered(NamedTuple):
         return f"; cannot be used: {reasons}" if reasons else ""
 
 
+def no_dataclass_of(base: type, cls: type, options: str = "frozen=True") -> str | None:
+    """Returns why a class is no dataclass of a base class, and what it lacks; None if it is one."""
+    if not issubclass(cls, base):
+        return f"it is no {base.__name__}: let it inherit from {base.__module__}.{base.__name__}"
+    return None if is_dataclass(cls) else f"it is no dataclass: put @dataclass({options}) above it"
+
+
 @cache
 def discover(package: ModuleType, key: str = "kind") -> Discovered:
     """Returns the classes that the modules of `package`, and of others for it, define by `key`.
@@ -73,7 +81,7 @@ def discover(package: ModuleType, key: str = "kind") -> Discovered:
             for cls in _classes(module, key):
                 count += 1
                 if reason := flaw(cls):
-                    broken[_with_origin(f"{cls.__module__}.{cls.__qualname__}", origin)] = reason
+                    broken[_named(cls, origin)] = reason
                 else:
                     defined[vars(cls)[key]].append((cls, origin))
         return count
@@ -88,21 +96,16 @@ def discover(package: ModuleType, key: str = "kind") -> Discovered:
     kinds: dict[str, type] = {}
     origins: dict[str, str] = {}
     for kind, definitions in defined.items():
-        own = [definition for definition in definitions if definition[1] == OWN]
-        rightful = own or definitions
+        rightful = [definition for definition in definitions if definition[1] == OWN] or definitions
         if len(rightful) == 1:
             kinds[kind], origins[kind] = rightful[0]
         if len(definitions) > 1:
-            names = [
-                _with_origin(f"{cls.__module__}.{cls.__qualname__}", at) for cls, at in definitions
-            ]
-            reason = printable(f"{' and '.join(names)} have one {key}: {kind!r}")
-            refused = [
-                definition
-                for definition in definitions
-                if len(rightful) > 1 or definition not in rightful
-            ]
-            broken |= {_with_origin(cls.__module__, origin): reason for cls, origin in refused}
+            names = " and ".join(_named(cls, origin) for cls, origin in definitions)
+            broken |= {
+                _with_origin(cls.__module__, origin): printable(f"{names} have one {key}: {kind!r}")
+                for cls, origin in definitions
+                if len(rightful) > 1 or (cls, origin) not in rightful
+            }
     return Discovered(kinds, origins, broken)
 
 
@@ -154,6 +157,10 @@ def _entry_point_flaw(point: EntryPoint) -> str | None:
 def _origin(point: EntryPoint) -> str:
     """Returns name and version of the distribution that an entry point belongs to."""
     return printable(f"{point.dist.name} {point.dist.version}" if point.dist else "unknown")
+
+
+def _named(cls: type, origin: str) -> str:
+    return _with_origin(f"{cls.__module__}.{cls.__qualname__}", origin)
 
 
 def _with_origin(name: str, origin: str) -> str:

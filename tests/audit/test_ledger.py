@@ -1,7 +1,7 @@
 """The ledger is composed anew from what clients noted, and what is lost is no guarantee."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -206,7 +206,7 @@ def test_whom_the_guarantee_needs_to_be_trusted_is_noted(run: Run) -> None:
 
 
 def test_a_damaged_note_is_named_and_the_others_are_read(run: Run) -> None:
-    table = {"defenses": [], "training": {"loss": None}, "events": [EVENT.to_json()]}
+    table = {"defenses": [], "training": {"loss": None}, "events": [asdict(EVENT)]}
     run.defended.write(Key(1, 0), table)
     run.defended.write(Key(1, 1), {"defenses": []})
     gaps = Gaps()

@@ -1,7 +1,7 @@
 """Tests of what a defense guarantees: that rounds add up, and that a step spends no more."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import torch
 from pydantic import TypeAdapter
@@ -39,7 +39,7 @@ def guarantees(bench: Bench) -> Iterator[Test]:
             for spent in privacy.compose([event for event in events if event], 1e-5, "rdp")
         )
 
-    noted = first and TypeAdapter(Event).validate_python(first.to_json())  # as the ledger does
+    noted = first and TypeAdapter(Event).validate_python(asdict(first))  # as the ledger does
     single, whole, later = epsilon([first]), epsilon([first, second]), epsilon([noted, second])
     yield (
         "two runs of one round spend what one run of two does, and more than one round",

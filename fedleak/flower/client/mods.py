@@ -5,6 +5,7 @@ import os
 import re
 import traceback
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from flwr.app import Context, Error, Message
@@ -61,7 +62,7 @@ def defend(work: Work, reply: Outgoing) -> None:
         differences_SK = canaries.differences(raw, reply.update, defended)
         private.vault.write_differences(key, differences_SK)
     if defense_notes and private is not None:
-        events = [event.to_json() for event in protection.events(key.round)]
+        events = [asdict(event) for event in protection.events(key.round)]
         note: dict[str, Any] = {
             "fingerprint": experiment.fingerprint,
             "defenses": defense_notes,
