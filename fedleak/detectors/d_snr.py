@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
+import numpy as np
 from pydantic import Field
 
 from fedleak.detectors import EMBEDDINGS, Detector, Finding, Seen, matrices
@@ -32,11 +33,12 @@ class DSnr(Detector):
         if seen.own is None:
             return Finding("the app does not hand over gradients of its examples")
         layers = {name for name, _ in matrices(seen.now.parameters, EMBEDDINGS)}
-        ratios = {
-            name: float(norms_B.max() / max(norms_B.sum() - norms_B.max(), 1e-30))
-            for name, norms_B in seen.own.example_norms().items()
-            if len(norms_B) > 1 and name in layers
-        }
+        with np.errstate(invalid="ignore"):
+            ratios = {
+                name: float(norms_B.max() / max(norms_B.sum() - norms_B.max(), 1e-30))
+                for name, norms_B in seen.own.example_norms().items()
+                if len(norms_B) > 1 and name in layers
+            }
         if not ratios:
             return Finding("a batch of one example has no others")
         # A ratio that is no number counts as the largest.

@@ -7,6 +7,12 @@ from typing import Literal
 BETA1, BETA2 = 0.9, 0.999
 """Of Adam, everywhere."""
 
+LONGEST = 7.28
+"""Adam moves a number no farther in any step, in learning rates (`longest_step`)."""
+
+COUNTED = 10_000
+"""Steps whose lengths are summed: the server says which round it is, and may say any number."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Movement:
@@ -47,8 +53,10 @@ class Movement:
         rounds = last - first
         if self.anew:
             return self.rate * rounds * sum(map(longest_step, range(1, self.steps + 1)))
-        made = range((first - 1) * self.steps + 1, (last - 1) * self.steps + 1)
-        return self.rate * sum(map(longest_step, made))
+        begin, made = (first - 1) * self.steps + 1, rounds * self.steps
+        counted = min(made, COUNTED)
+        summed = sum(map(longest_step, range(begin, begin + counted)))
+        return self.rate * (summed + (made - counted) * LONGEST)
 
     def noise_norm(self, numbers: int) -> float | None:
         """Returns an L2 norm that the noise on so many numbers exceeds once in 60 million times.

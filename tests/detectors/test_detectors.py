@@ -15,6 +15,7 @@ from torch.optim.adam import adam
 
 from fedleak import detectors
 from fedleak.detectors import Broadcast, Finding, Own, Seen, digest, look, named
+from fedleak.detectors.movement import LONGEST as LONGEST_STEP
 from fedleak.detectors.movement import Movement, longest_step
 from fedleak.util import plugins
 from fedleak.util.errors import FedleakError, UnknownKindError
@@ -340,6 +341,15 @@ def test_a_number_that_moves_farther_than_adam_is_found(times, movement, allowed
     assert finding.statistic == pytest.approx(times, rel=1e-3)
     assert finding.alarm == (times > 1)
     assert "classifier.weight" in finding.sentence
+
+
+def test_a_round_that_no_run_reaches_has_a_bound_at_once():
+    """A server that says so would else keep a client counting."""
+    movement = Movement(optimiser="adam", rate=0.5)
+    steps = sum(map(longest_step, range(7, 20_007)))
+    assert steps < movement.by_adam(7, 20_007) / 0.5 < 1.002 * steps
+    assert movement.by_adam(1, 2**62) == pytest.approx(0.5 * LONGEST_STEP * 2**62, rel=1e-3)
+    assert max(map(longest_step, (10**4, 10**6, 2**62))) < LONGEST_STEP
 
 
 def test_zeros_are_found_in_factors_heads_and_norms_and_not_where_they_are_honest():
