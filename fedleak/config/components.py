@@ -156,14 +156,14 @@ def on_each_rung(named: NamedAttack, facts: Set[str]) -> list[NamedAttack]:
         facts: The facts that can be granted.
     """
     used = sorted(named.attack.uses & facts)
-    told = {named.name: frozenset[str]()}
-    told |= {f"{named.name}{RUNG}{fact}": frozenset({fact}) for fact in used}
+    rungs = {named.name: frozenset[str]()}
+    rungs |= {f"{named.name}{RUNG}{fact}": frozenset({fact}) for fact in used}
     if len(used) > 1:
-        told[f"{named.name}{RUNG}{ALL_FACTS}"] = frozenset(used)
+        rungs[f"{named.name}{RUNG}{ALL_FACTS}"] = frozenset(used)
     questions = named.attack.uses & QUESTIONS
     return [
         replace(named, name=name, threat=ThreatModel(questions | knows))
-        for name, knows in told.items()
+        for name, knows in rungs.items()
     ]
 
 
