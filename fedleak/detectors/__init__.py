@@ -141,8 +141,8 @@ def flaw(cls: type) -> str | None:
     """Returns why a class is no detector, and what it lacks; None if it is one."""
     if reason := no_dataclass_of(Detector, cls, "frozen=True, kw_only=True"):
         return reason
-    said = isinstance(getattr(cls, "cost", None), str)
-    return None if said else "it does not say what it costs: give it a cost"
+    has_cost = isinstance(getattr(cls, "cost", None), str)
+    return None if has_cost else "it does not say what it costs: give it a cost"
 
 
 @cache
