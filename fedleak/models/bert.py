@@ -47,7 +47,9 @@ class Bert(ModelFamily):
         )
         norm = module.get_submodule("bert.embeddings.LayerNorm")
         assert isinstance(norm, nn.LayerNorm)
-        return TokenTable(token_VD, position_PD + kind_2D[0], norm)
+        dropout = module.get_submodule("bert.embeddings.dropout")
+        assert isinstance(dropout, nn.Dropout)
+        return TokenTable(token_VD, position_PD + kind_2D[0], norm, dropout=dropout.p)
 
     def first_block(self, module: nn.Module) -> FirstBlock:
         """Returns the first encoder layer in parts."""

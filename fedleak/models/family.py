@@ -41,12 +41,14 @@ class TokenTable(NamedTuple):
         position_PD: A row per position; None of a rotary model, whose input has no position in it.
         norm: A LayerNorm or an RMSNorm.
         rms_eps: What an RMSNorm adds to the mean square; None of a LayerNorm, which has its own.
+        dropout: Share of the input's numbers that training with dropout sets to zero.
     """
 
     token_VD: Tensor
     position_PD: Tensor | None
     norm: nn.Module
     rms_eps: float | None = None
+    dropout: float = 0.0
 
     def __call__(self, ids_N: Tensor, positions_N: Tensor) -> Tensor:
         """Returns the attention inputs [N, D] of tokens at positions."""

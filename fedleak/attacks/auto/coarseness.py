@@ -84,7 +84,7 @@ def coarseness(seen: Observation, names: Iterable[str]) -> Coarseness:
     if 0 < len(levels_X) <= _LEVELS and len(kept_X) >= _EQUAL * len(levels_X):
         if len(levels_X) == 1 and kept > 1 - _ZEROS:
             return Coarseness(lambda value_X: torch.full_like(value_X, math.inf))
-        step = min(float(levels_X[0]), *levels_X.diff().tolist())
+        step = min([float(levels_X[0]), *levels_X.diff().tolist()])
         most = round(float(levels_X[-1]) / step)
         return Coarseness(lambda value_X: torch.full_like(value_X, _largest(value_X) / most / 2))
     if kept > 1 - _ZEROS or not len(kept_X):

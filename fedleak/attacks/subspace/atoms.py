@@ -177,7 +177,7 @@ def make_atoms(
     """
     family = model.family
     by_side = family.projections(gradients, 0)
-    table, block = family.token_table(model.module), family.first_block(model.module)
+    table = family.token_table(model.module)
     directions = table.directions()
     taken = max(float(whole[name].norm() / g.norm()) for name, g in gradients.items())
     rounding = SUBTRACTED * taken if gradients is not whole else 0.0
@@ -191,7 +191,31 @@ def make_atoms(
     if not len(bag_A):
         return None
     token_A = bag.tokens_N[bag_A]
-    q_AHK, k_AHK, _ = block.project(table(token_A, position_A), position_A)
+    return atoms_of(model, gradients, bag, span, bag_A, position_A, table(token_A, position_A))
+
+
+def atoms_of(
+    model: LanguageModel,
+    gradients: Mapping[str, Tensor],
+    bag: TokenBag,
+    span: Span,
+    bag_A: Tensor,
+    position_A: Tensor,
+    x_AD: Tensor,
+) -> Atoms:
+    """Returns the dictionary of attention inputs.
+
+    Args:
+        model: At the broadcast weights.
+        gradients: Of the first layer's attention, by parameter name.
+        bag: The tokens, and what splits the gradients by them.
+        span: The row space of the gradients.
+        bag_A, position_A: The token of each atom, as an index of the bag, and its position.
+        x_AD: Its attention input.
+    """
+    family = model.family
+    by_side, block = family.projections(gradients, 0), family.first_block(model.module)
+    q_AHK, k_AHK, _ = block.project(x_AD, position_A)
     # Queries' gradients lie in the span of keys, and keys' in that of queries.
     spanning = {"query": k_AHK, "key": q_AHK}
     sides = [side for side in spanning if side in by_side]
@@ -205,12 +229,12 @@ def make_atoms(
         span=span,
         noise=noises(model, bag, gradients),
         bag_A=bag_A,
-        token_A=token_A,
+        token_A=bag.tokens_N[bag_A],
         position_A=position_A,
         vector_HAK=torch.cat([spanning[side].double().transpose(0, 1) for side in sides]),
         of_keys_H=torch.tensor(
             [side == "key" for side in sides for _ in range(block.num_heads)]
-        ).to(token_A.device),
+        ).to(x_AD.device),
         target_NHK=torch.cat([coeffs.value_NO.reshape(split) for coeffs in values], 1),
         noise_NH=torch.cat(
             [coeffs.noise_NO.reshape(split).square().mean(-1).sqrt() for coeffs in values], 1

@@ -22,7 +22,7 @@ from fedleak.attacks.subspace.answer import Judged
 from fedleak.attacks.subspace.atoms import NOTHING, Atoms
 from fedleak.attacks.subspace.span import ACCEPT
 
-_WORTH_A_LOOK = 5 * ACCEPT
+WORTH_A_LOOK = 5 * ACCEPT
 """The beam's own residual, in float32, below which the exact residual is computed."""
 
 SQUARED_ROUNDING = 1e-13
@@ -60,7 +60,7 @@ def read_seeds(atoms: Atoms, seeds: Sequence[int], width: int, clock: Clock) -> 
         nearest_S = rest_SW.argmin(1).tolist()
         for i in list(best):
             w = nearest_S[i]
-            if rest_SW[i, w] < _WORTH_A_LOOK:
+            if rest_SW[i, w] < WORTH_A_LOOK:
                 kept, own, rejected = needed(atoms, seeds[i], members_SWM[i, w], at_SW[i, w], clock)
                 if own < atoms.accepts(kept) and atoms.whole(kept):
                     del best[i]

@@ -45,6 +45,7 @@ from fedleak.attacks.subspace.answer import (
 )
 from fedleak.attacks.subspace.atoms import Atoms, Targets, make_atoms
 from fedleak.attacks.subspace.beam_search import Spanned, read_seeds
+from fedleak.attacks.subspace.dropped_inputs import DroppedBatch, read_dropped
 from fedleak.attacks.subspace.prefix_tree import Prefixes, make_prefixes, read_tree
 from fedleak.attacks.subspace.span import ACCEPT, margin
 from fedleak.models import LanguageModel
@@ -99,10 +100,12 @@ class Keyspan(OneByOne):
         """Reads the first attention layer, and the classifier, which gives labels.
 
         Of a rotary model also the word embedding: without positions its rows are the token bag.
+        With positions both embeddings: their rows are words and places where dropout hides them.
         """
         family = setting.family
-        words = (family.word_embedding,) if family.position_embedding is None else ()
-        return frozenset((*family.attention_parameters(0), *family.classifier, *words))
+        places = () if family.position_embedding is None else (family.position_embedding,)
+        tables = (family.word_embedding, *places)
+        return frozenset((*family.attention_parameters(0), *family.classifier, *tables))
 
     def __call__(
         self,
@@ -167,6 +170,11 @@ class Keyspan(OneByOne):
                 break
             effort = 1 if new else effort + 1
             among_N = atoms.bag.tokens_N
+        if not passes and not rotary and seen.knowledge.dropout is not False:
+            size = seen.update.num_examples
+            dropped = read_dropped(model, observed, size, self.beam, clock, tell)
+            if dropped is not None:
+                return _reading_of(dropped, model.hidden_size, time_up=clock.rang)
         members = [known for known in counted.of_pulls if known]
         answer = _answer(passes, list(passed.values()), nearest, members, seen, model, clock)
         # Noise lets a wrong sentence explain a gradient, too.
@@ -319,6 +327,32 @@ def _at_seed(
     inverse_D = atoms.bag.inverse_DM[:, seed]
     sides = [by_side[side].double() @ inverse_D for side in ("query", "key") if side in by_side]
     return torch.cat(sides).reshape(atoms.target_NHK.shape[1:])
+
+
+def _reading_of(dropped: DroppedBatch, width: int, *, time_up: bool) -> Reading:
+    """Returns what was read of a batch with dropout, of which no gradient can be recomputed."""
+    texts, tokens = dropped.texts, dropped.tokens
+    answer = recovered(
+        texts,
+        certificate.NOTHING_PROVED,
+        tokens=tokens,
+        diagnostics={
+            "rank": dropped.inputs,
+            "budget": [dropped.inputs, width],
+            "candidates": {"tokens": len(tokens), "pairs": dropped.inputs, "spanned": len(texts)},
+            "determined": dropped.determined,
+            **({"time_up": True} if time_up else {}),
+        },
+        reason=_WITH_DROPOUT[dropped.determined],
+    )
+    return Reading(answer, answer.sequences or (), tokens=tokens, settled=dropped.determined)
+
+
+_WITH_DROPOUT = {
+    True: "not recomputed: texts that use all inputs of the first layer as dropout left them, each "
+    "once, and whose spans hold the gradients at all words",
+    False: "nothing determined: texts whose spans hold the gradients at a word, with dropout",
+}
 
 
 def _answer(

@@ -90,7 +90,7 @@ def test_a_text_is_read_from_coarse_numbers(small, observe, family, defense):
     assert answer.diagnostics["likely"] == [True] or not rejects
 
 
-@pytest.mark.parametrize("defense", BLURS, ids=repr)
+@pytest.mark.parametrize("defense", [*BLURS, Quantize(bits=2)], ids=repr)
 def test_the_bounds_hold_the_gradient_and_other_gradients_fall_outside(small, observe, defense):
     """The dense slow version: what was sent, number by number, and the gradient before it."""
     model = small("bert", layers=3, width=64)
