@@ -263,8 +263,8 @@ def test_only_all_is_100_percent_and_only_nothing_is_0(value: float, said: str) 
 
 def test_of_many_rounds_the_first_are_named_and_the_others_counted() -> None:
     assert first_numbers(None) == "all"
-    assert first_numbers([5, 1000]) == "5 and 1,000"
-    assert first_numbers(range(1, 13)).endswith("10, 11 and 12")
+    assert first_numbers([5, 1000]) == "5, 1,000"
+    assert first_numbers(range(1, 13)).endswith("10, 11, 12")
     assert first_numbers(range(1, 101)).endswith("11, 12 and 88 more")
 
 

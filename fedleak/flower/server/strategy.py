@@ -34,6 +34,7 @@ from fedleak.store.run import Capture, Key, Run
 from fedleak.training.aggregation import WeightedSum, aggregate, difference, taken_out
 from fedleak.training.observation import ClientUpdate, Knowledge, UpdateKind
 from fedleak.util.errors import FedleakError
+from fedleak.util.lists import first_of
 from fedleak.util.rng import stream
 
 NUM_ERRORS = 3
@@ -42,8 +43,7 @@ NUM_ERRORS = 3
 
 def quoted(problems: list[str]) -> str:
     """Returns the first problems of a failed round, and how many more there are."""
-    more = len(problems) - NUM_ERRORS
-    return "; ".join(problems[:NUM_ERRORS] + [f"and {more} more like these"] * (more > 0))
+    return first_of(problems, NUM_ERRORS, "; ", "; and {} more like these")
 
 
 class CuriousServer(Strategy):

@@ -38,6 +38,7 @@ from fedleak.store.run import Key, Run
 from fedleak.store.summaries import SUMMARY, RunSummary
 from fedleak.training.privacy import NONE
 from fedleak.util.errors import FedleakError
+from fedleak.util.lists import first_of
 from fedleak.util.nested import mapped
 
 MOST_NAMED = 12
@@ -192,15 +193,8 @@ def _threat(experiment: Experiment, summary: RunSummary) -> list[Entry]:
 
 
 def first_numbers(numbers: Sequence[int] | None) -> str:
-    """Returns the first of many rounds or clients, and how many more there are; None: all.
-
-    >>> first_numbers([1, 2, 3])
-    '1, 2 and 3'
-    """
-    if numbers is None:
-        return "all"
-    more = [f"{len(numbers) - MOST_NAMED:,} more"] * (len(numbers) > MOST_NAMED)
-    return listed([*(f"{number:,}" for number in numbers[:MOST_NAMED]), *more])
+    """Returns the first of many rounds or clients, and how many more there are; None: all."""
+    return "all" if numbers is None else first_of((f"{n:,}" for n in numbers), MOST_NAMED)
 
 
 def _training_tables(utility: Sequence[Utility], summary: RunSummary) -> list[Table]:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from fedleak.report.table import Cell, Table, Tone, figures, plain, words
 from fedleak.store.summaries import Detections, DetectorSummary
+from fedleak.util.lists import first_of
 
 MOST_ROUNDS = 8
 """Rounds that are named at most."""
@@ -34,12 +35,8 @@ def detections_table(summary: Detections) -> Table:
 
 def by_round(clients: Mapping[int, Sequence[int]]) -> str:
     """Returns clients by round in words."""
-    listed = [
-        f"{', '.join(map(str, of_round))} in round {round}"
-        for round, of_round in list(clients.items())[:MOST_ROUNDS]
-    ]
-    more = len(clients) - MOST_ROUNDS
-    return "; ".join(listed) + (f"; others in {more} more rounds" if more > 0 else "")
+    rounds = (f"{', '.join(map(str, ids))} in round {round}" for round, ids in clients.items())
+    return first_of(rounds, MOST_ROUNDS, "; ", "; others in {} more rounds")
 
 
 def _row(detector: DetectorSummary) -> list[Cell]:

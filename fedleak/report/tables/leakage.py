@@ -1,9 +1,7 @@
 """What was read in each update."""
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from fedleak.attacks.reconstruction import Status
 from fedleak.audit.pairing import best
@@ -12,6 +10,7 @@ from fedleak.report.words import NOT_MEASURED, number, percent
 from fedleak.store.records import LeakageRow, LedgerRow, text_counts
 from fedleak.store.run import EVERYONE, Key
 from fedleak.training.privacy import NONE
+from fedleak.util.lists import grouped
 
 CHANGED = "server_mode"
 """The fact that the rows of an attacker have whose server changed the model that it sent."""
@@ -37,8 +36,7 @@ class ReadShare:
 
 def by_update(rows: Iterable[LeakageRow]) -> dict[Key, list[LeakageRow]]:
     """Returns the rows of each update, by round and client."""
-    in_order = sorted(rows, key=lambda row: row.key)
-    return {key: [*of_key] for key, of_key in groupby(in_order, lambda row: row.key)}
+    return grouped(sorted(rows, key=lambda row: row.key), lambda row: row.key)
 
 
 def shares(rows: Sequence[LeakageRow]) -> dict[Key, ReadShare]:
@@ -93,9 +91,7 @@ def leakage_table(
     attacks = sorted({row.attack for row in rows})
     of_update = {key: of_key for key, of_key in by_update(rows).items() if key in read}
     shown = list(of_update)[:MOST_ROWS]
-    spent: dict[int, list[LedgerRow]] = defaultdict(list)
-    for row in ledger:
-        spent[row.round].append(row)
+    spent = grouped(ledger, lambda row: row.round)
     notes = [
         "Of an attack: texts recovered exactly and ROUGE-L, or the share of tokens found; epsilon: "
         "spent so far."
@@ -113,7 +109,7 @@ def leakage_table(
         ],
         [
             [
-                *_row(key, of_update[key], read[key], spent[key.round], attacks),
+                *_row(key, of_update[key], read[key], spent.get(key.round, ()), attacks),
                 *[_sent(key in changed)] * bool(changed),
             ]
             for key in shown

@@ -4,6 +4,7 @@ from fedleak.report.table import Column, Table, figures, plain, words
 from fedleak.report.tables.canaries import NOTHING, bound
 from fedleak.report.words import counted, interval
 from fedleak.store.summaries import Estimate, MembershipFigures, MembershipSummary, RunSummary
+from fedleak.util.lists import first_of
 
 TOO_FEW = "too few"
 """Stands where there are too few controls for a share of them."""
@@ -72,8 +73,8 @@ def _cells(row: MembershipFigures) -> list[str]:
 
 def _by_round(row: MembershipFigures) -> str:
     """Returns the area in each of the first rounds."""
-    more = [f"and {len(row.rounds) - MOST_ROUNDS} more"] * (len(row.rounds) > MOST_ROUNDS)
-    return ", ".join([*(f"{in_round.auc:.2f}" for in_round in row.rounds[:MOST_ROUNDS]), *more])
+    areas = (f"{in_round.auc:.2f}" for in_round in row.rounds)
+    return first_of(areas, MOST_ROUNDS, more=", and {} more")
 
 
 def _notes(summary: MembershipSummary) -> list[str]:
