@@ -6,7 +6,7 @@ open, several shapes are tried, and the one that matches best is kept.
 Shapes: R rows, B sequences, T tokens, M tokens of a bag, S chosen rows.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, product
 from typing import NamedTuple
@@ -130,14 +130,12 @@ def bag(seen: Observation, model: LanguageModel, rng: torch.Generator) -> Tensor
         # Noise hides small rows, and those of the tokens that begin every text are among them.
         if used is not None and used.complete and set(frame(model).first) <= set(used.rows):
             return torch.tensor(used.rows, device=model.device)
-    attention = family.attention_gradients(as_gradient(seen), 0)
-    span = row_space(attention) if attention else None
+    span = row_space(family.attention_gradients(as_gradient(seen), 0))
     if span is None or not span.exact or family.position_embedding is None:
         return None
     directions = family.token_table(model.module).directions()
-    token_bag = read_token_bag(directions, span, rng)
-    clear = token_bag is not None and token_bag.exact and len(token_bag.tokens_N)
-    return token_bag.tokens_N if token_bag is not None and clear else None
+    read = read_token_bag(directions, span, rng)
+    return read.tokens_N if read is not None and read.exact and len(read.tokens_N) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,9 +158,13 @@ class Rows:
     weights_RB: Tensor
     begin_RBT: Tensor
 
+    def changed(self, change: Callable[[Tensor], Tensor]) -> "Rows":
+        """Returns the rows with each of the tensors changed."""
+        return Rows(**{name: change(value) for name, value in vars(self).items()})
+
     def take(self, chosen_S: Tensor) -> "Rows":
         """Returns some of the rows."""
-        return Rows(**{name: value[chosen_S] for name, value in vars(self).items()})
+        return self.changed(lambda value: value[chosen_S])
 
     @property
     def length(self) -> int:
@@ -172,13 +174,8 @@ class Rows:
     def sequences_of(self, chosen: Sequence[int]) -> "Rows":
         """Returns only some sequences of each row, as long as the longest of them."""
         length = int(self.mask_RBT[:, list(chosen)].sum(-1).max())
-        of_each = {name: value[:, list(chosen)] for name, value in vars(self).items()}
-        return Rows(
-            **{
-                n: value[..., :length] if value.dim() == 3 else value
-                for n, value in of_each.items()
-            }
-        )
+        some = self.changed(lambda value: value[:, list(chosen)])
+        return some.changed(lambda value: value[..., :length] if value.dim() == 3 else value)
 
     def content(self, r: int, b: int) -> list[int]:
         """Returns the places of sequence b of row r whose tokens are to be found."""
@@ -195,34 +192,33 @@ def rows_of(shapes: Sequence[Shape], around: Frame, model: LanguageModel) -> Row
     """Returns a row per shape."""
     rows, batch = len(shapes), max(len(shape.lengths) for shape in shapes)
     longest = max(max(shape.lengths) for shape in shapes)
-    ids_RBT = torch.zeros(rows, batch, longest, dtype=torch.long)
-    mask_RBT, fixed_RBT = torch.zeros_like(ids_RBT), torch.ones_like(ids_RBT, dtype=torch.bool)
-    labels_RB = torch.zeros(rows, batch, dtype=torch.long)
-    weights_RB = torch.zeros(rows, batch)
-    begin_RBT = torch.full_like(ids_RBT, -1)
-    mask_RBT[:, :, 0] = 1  # attention needs something to look at, also where there is no sequence
+    none_RBT = torch.zeros(rows, batch, longest, dtype=torch.long)
+    made = Rows(
+        mask_RBT=none_RBT.clone(),
+        fixed_RBT=torch.ones_like(none_RBT, dtype=torch.bool),
+        ids_RBT=none_RBT,
+        labels_RB=torch.zeros(rows, batch, dtype=torch.long),
+        weights_RB=torch.zeros(rows, batch),
+        begin_RBT=torch.full_like(none_RBT, -1),
+    )
+    # Attention needs something to look at, also where there is no sequence.
+    made.mask_RBT[:, :, 0] = 1
     for r, shape in enumerate(shapes):
         for b, length in enumerate(shape.lengths):
             first, last = len(around.first), length - len(around.last)
-            mask_RBT[r, b, :length] = 1
-            fixed_RBT[r, b, first:last] = False
-            ids_RBT[r, b, :first] = torch.tensor(around.first, dtype=torch.long)
-            ids_RBT[r, b, last:length] = torch.tensor(around.last, dtype=torch.long)
-            ids_RBT[r, b, length:] = model.tokenizer.pad_token_id
-            weights_RB[r, b] = _weight(shape, model)
+            made.mask_RBT[r, b, :length] = 1
+            made.fixed_RBT[r, b, first:last] = False
+            ids_T = made.ids_RBT[r, b]
+            ids_T[:first] = torch.tensor(around.first, dtype=torch.long)
+            ids_T[last:length] = torch.tensor(around.last, dtype=torch.long)
+            ids_T[length:] = model.tokenizer.pad_token_id
+            made.weights_RB[r, b] = _weight(shape, model)
             if shape.labels:
-                labels_RB[r, b] = shape.labels[b]
+                made.labels_RB[r, b] = shape.labels[b]
             if shape.begin and shape.begin[b]:
-                begin_RBT[r, b] = ids_RBT[r, b]
-                begin_RBT[r, b, :length] = torch.tensor(shape.begin[b])
-    return Rows(
-        mask_RBT=mask_RBT.to(model.device),
-        fixed_RBT=fixed_RBT.to(model.device),
-        ids_RBT=ids_RBT.to(model.device),
-        labels_RB=labels_RB.to(model.device),
-        weights_RB=weights_RB.to(model.device),
-        begin_RBT=begin_RBT.to(model.device),
-    )
+                made.begin_RBT[r, b] = ids_T
+                made.begin_RBT[r, b, :length] = torch.tensor(shape.begin[b])
+    return made.changed(lambda value: value.to(model.device))
 
 
 def _weight(shape: Shape, model: LanguageModel) -> float:
@@ -254,8 +250,7 @@ def _lengths(
         longest = None if inputs is None else inputs + only_target
     # In a classifier's last layer only one token asks.
     layers = model.num_layers if model.task == CAUSAL_LM else model.num_layers - 1
-    inner = family.attention_gradients(as_gradient(seen), 1) if layers > 1 else []
-    span = row_space(inner) if inner else None
+    span = row_space(family.attention_gradients(as_gradient(seen), 1) if layers > 1 else [])
     total = span.rank + only_target * size if span is not None and span.exact else None
     shortest = sum(map(len, frame(model))) + 1
     if longest is None and total is not None and size == 1 and total >= shortest:
@@ -309,14 +304,10 @@ def _labels(
     counts = label_counts(seen, model, rng)
     # An estimate of the counts may be off by one, so that one example is tried with every class.
     if counts is None or size == 1:
-        return _some(product(classes, repeat=size), most)
+        return list(islice(product(classes, repeat=size), most))
     sorted_labels = [label for label, count in enumerate(counts) for _ in range(count)]
     label_orders = {tuple(sorted_labels): None}
     for _ in range(8 * most):
         order = torch.randperm(size, generator=rng).tolist()
         label_orders[tuple(sorted_labels[i] for i in order)] = None
     return list(label_orders)[:most]
-
-
-def _some(all_of: Iterable[Sequence[int]], most: int) -> list[tuple[int, ...]]:
-    return [tuple(labels) for labels in islice(all_of, most)]

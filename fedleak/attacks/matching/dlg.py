@@ -10,7 +10,7 @@ place of L-BFGS, labels that are known, not optimised, and the same weight of TA
 distance in every layer. `best` searches the tokens by our own algorithm with the same distance.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from fedleak.attacks.matching import relaxed_tokens
@@ -31,8 +31,13 @@ class Dlg(GradientMatching):
         """Returns algorithm 1 of the paper, or our own search."""
         if self.faithful:
             config = self.authors_constants().shortened(self.steps)
-            return MatchingMethod(algorithm=match_gradients, config=config, loss=self.loss)
-        known, free = relaxed_tokens.without_moves(self.steps)
+            return MatchingMethod(
+                algorithm=match_gradients, config=config, free_config=config, loss=self.loss
+            )
+        known, free = (
+            replace(preset.shortened(self.steps), discrete_at="never", lm_weight=0.0)
+            for preset in (relaxed_tokens.BEST, relaxed_tokens.BEST_FREE)
+        )
         return MatchingMethod(
             algorithm=relaxed_tokens.reconstruct,
             config=known,

@@ -169,8 +169,8 @@ def _rules() -> Mapping[type[nn.Module], WeightRule]:
     from transformers.pytorch_utils import Conv1D
 
     return {
-        nn.Linear: _of_linear,
-        Conv1D: _of_conv1d,
+        nn.Linear: lambda layer, given, delta: (Outer(delta, given),),
+        Conv1D: lambda layer, given, delta: (Outer(given, delta),),
         nn.LayerNorm: _of_layer_norm,
         LlamaRMSNorm: _of_rms_norm,
     }
@@ -190,14 +190,6 @@ def _no_rule(name: str, layer: nn.Module) -> str:
         f"gradient matching cannot match {name} (layer type {type(layer).__name__}): it knows the "
         f"weights and biases of {known}; leave it out of update.share"
     )
-
-
-def _of_linear(layer: nn.Module, given_RKNX: Tensor, delta_RKNY: Tensor) -> Gradient:
-    return (Outer(delta_RKNY, given_RKNX),)
-
-
-def _of_conv1d(layer: nn.Module, given_RKNX: Tensor, delta_RKNY: Tensor) -> Gradient:
-    return (Outer(given_RKNX, delta_RKNY),)
 
 
 def _of_layer_norm(layer: nn.Module, given_RKNX: Tensor, delta_RKNY: Tensor) -> Gradient:

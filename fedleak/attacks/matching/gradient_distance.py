@@ -124,33 +124,28 @@ def squared(gradients: Gradients, target: Target) -> Tensor:
     return ((square_PRK - 2 * inner_PRK + norm_PR1.square()) * (norm_PR1 > 0)).sum(0)
 
 
-@dataclass(frozen=True)
-class SquaredAndAbsolute:
-    """Squared plus weighted absolute distance, summed over tensors (TAG, Deng et al. 2021).
+def squared_and_absolute(gradients: Gradients, target: Target) -> Tensor:
+    """Returns the squared plus weighted absolute distance (TAG, Deng et al. 2021).
 
-    The weight is the same for every tensor, as in LAMP's comparison with TAG.
+    It is summed over tensors. The weight is the same for every tensor, as in LAMP's comparison with
+    TAG. The target must be whole, without factors.
     """
+    total_RK = _zero(target)
+    for name, gradient in gradients.items():
+        observed = _formed(target.tensors[name])
+        present_R1 = (target.norms[name] > 0).to(total_RK.dtype)[:, None]
+        if isinstance(gradient, Tensor):
+            apart_RKX = (gradient - _rows(observed, gradient)[:, None]).flatten(2)
+            unused_R1X = observed.flatten(1)[:, None, apart_RKX.shape[2] :]
+            apart_RK = _both_distances(apart_RKX) + _both_distances(unused_R1X)
+        else:
+            apart_RK = _whole_weight(observed, *(side for part in gradient for side in part))
+        total_RK = total_RK + apart_RK.to(total_RK.dtype) * present_R1
+    return total_RK
 
-    l1_weight: float
 
-    def __call__(self, gradients: Gradients, target: Target) -> Tensor:
-        """Returns the distances. The target must be whole, without factors."""
-        total_RK = _zero(target)
-        for name, gradient in gradients.items():
-            observed = _formed(target.tensors[name])
-            present_R1 = (target.norms[name] > 0).to(total_RK.dtype)[:, None]
-            if isinstance(gradient, Tensor):
-                apart_RKX = (gradient - _rows(observed, gradient)[:, None]).flatten(2)
-                unused_R1X = observed.flatten(1)[:, None, apart_RKX.shape[2] :]
-                apart_RK = self._distance(apart_RKX) + self._distance(unused_R1X)
-            else:
-                parts = [side for part in gradient for side in part]
-                apart_RK = _whole_weight(observed, self.l1_weight, *parts)
-            total_RK = total_RK + apart_RK.to(total_RK.dtype) * present_R1
-        return total_RK
-
-    def _distance(self, apart_RKX: Tensor) -> Tensor:
-        return _sum(apart_RKX.square()) + self.l1_weight * _sum(apart_RKX.abs())
+def _both_distances(apart_RKX: Tensor) -> Tensor:
+    return _sum(apart_RKX.square()) + L1_WEIGHT * _sum(apart_RKX.abs())
 
 
 class _WholeWeight(torch.autograd.Function):
@@ -161,11 +156,11 @@ class _WholeWeight(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, observed_RXY: Tensor, l1_weight: float, *sides: Tensor) -> Tensor:
+    def forward(ctx: Any, observed_RXY: Tensor, *sides: Tensor) -> Tensor:
         parts = list(zip(sides[::2], sides[1::2], strict=True))
         victims, guesses = len(observed_RXY), max(left.shape[1] for left, _ in parts)
         out_RK = _sum(observed_RXY.new_zeros(victims, guesses, 1))
-        wanted = any(ctx.needs_input_grad[2:])
+        wanted = any(ctx.needs_input_grad[1:])
         grads = [torch.zeros_like(side) for side in sides] if wanted else []
         for r in range(victims):
             for k in range(guesses):
@@ -176,11 +171,10 @@ class _WholeWeight(torch.autograd.Function):
                 apart_XY = observed_RXY[r]
                 for i, (left_NX, right_NY) in enumerate(at):
                     apart_XY = torch.addmm(apart_XY, left_NX.T, right_NY, beta=1 if i else -1)
-                both_1X = apart_XY.flatten()[None, None]
-                out_RK[r, k] = (_sum(both_1X.square()) + l1_weight * _sum(both_1X.abs()))[0, 0]
+                out_RK[r, k] = _both_distances(apart_XY.flatten()[None, None])[0, 0]
                 if not wanted:
                     continue
-                grad_XY = apart_XY.sign().mul_(l1_weight).add_(apart_XY, alpha=2)
+                grad_XY = apart_XY.sign().mul_(L1_WEIGHT).add_(apart_XY, alpha=2)
                 for i, (left_NX, right_NY) in enumerate(at):
                     grads[2 * i][r, k % grads[2 * i].shape[1]] += right_NY @ grad_XY.T
                     grads[2 * i + 1][r, k % grads[2 * i + 1].shape[1]] += left_NX @ grad_XY
@@ -191,7 +185,7 @@ class _WholeWeight(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad_RK,) = grad_outputs
         scaled = ((grad * grad_RK[:, :, None, None]).to(grad) for grad in ctx.saved_tensors)
-        return None, None, *scaled
+        return None, *scaled
 
 
 _whole_weight: Callable[..., Tensor] = _WholeWeight.apply
@@ -397,7 +391,7 @@ def distance_of(loss: Loss, weights: Mapping[str, float] | None = None) -> Dista
     """Returns the distance of a name; a cosine takes `weights` of tensors."""
     distances: Mapping[Loss, Distance] = {
         "cos": Cosine(weights or {}),
-        "l2l1": SquaredAndAbsolute(L1_WEIGHT),
+        "l2l1": squared_and_absolute,
         "l2": squared,
     }
     return distances[loss]

@@ -67,7 +67,7 @@ class MatchingMethod:
     Attributes:
         algorithm: The search for tokens.
         config: Its constants.
-        free_config: Its constants where the tokens of the batch are not known; None: the same.
+        free_config: Its constants where the tokens of the batch are not known.
         loss: The distance of gradients.
         scaled: Free embeddings start with the mean norm of the model's word embeddings; else as
             they are drawn.
@@ -76,7 +76,7 @@ class MatchingMethod:
 
     algorithm: Algorithm
     config: MatchingConfig
-    free_config: MatchingConfig | None = None
+    free_config: MatchingConfig
     loss: Loss
     scaled: bool = False
     prior: str | None = None
@@ -207,9 +207,7 @@ class GradientMatching(ABC):
         """Returns what is found for victims that are alike, by their number."""
         group = list(victims.values())
         method = self.method()
-        config = method.config
-        if group[0].bag_M is None and method.free_config is not None:
-            config = method.free_config
+        config = method.free_config if group[0].bag_M is None else method.config
         latest = dict.fromkeys(victims, Progress(0, config.steps, math.nan, ""))
 
         def look(step: int, phase: str, guesses: Sequence[Found]) -> None:

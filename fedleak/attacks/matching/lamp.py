@@ -90,19 +90,17 @@ class Lamp(GradientMatching):
 
     def method(self) -> MatchingMethod:
         """Returns algorithm 1 of the paper, or our own search."""
+        algorithm = relaxed_tokens.reconstruct
+        known, free = relaxed_tokens.BEST, relaxed_tokens.BEST_FREE
         if self.faithful:
-            preset = FAITHFUL[self.size]
-            return MatchingMethod(
-                algorithm=reconstruct,
-                config=self._config(preset if self.loss == "cos" else _for_squares(preset)),
-                loss=self.loss,
-                scaled=True,
-                prior=self.prior,
-            )
+            algorithm, known = reconstruct, FAITHFUL[self.size]
+            if self.loss != "cos":
+                known = replace(known, lm_weight=60.0, norm_weight=25.0)
+            free = known
         return MatchingMethod(
-            algorithm=relaxed_tokens.reconstruct,
-            config=self._config(relaxed_tokens.BEST),
-            free_config=self._config(relaxed_tokens.BEST_FREE),
+            algorithm=algorithm,
+            config=self._config(known),
+            free_config=self._config(free),
             loss=self.loss,
             scaled=True,
             prior=self.prior,
@@ -110,19 +108,9 @@ class Lamp(GradientMatching):
 
     def _config(self, preset: MatchingConfig) -> MatchingConfig:
         """Returns a preset with the settings of this attack in it."""
-        return replace(
-            preset.shortened(self.steps),
-            discrete_at=self.discrete,
-            lm_weight=preset.lm_weight if self.lm_weight is None else self.lm_weight,
-            norm_weight=preset.norm_weight if self.norm_weight is None else self.norm_weight,
-            guesses=preset.guesses if self.guesses is None else self.guesses,
-            orders=preset.orders if self.orders is None else self.orders,
-        )
-
-
-def _for_squares(config: MatchingConfig) -> MatchingConfig:
-    """Returns the authors' constants for squared distances, from those for a cosine."""
-    return replace(config, lm_weight=60.0, norm_weight=25.0)
+        names = ("lm_weight", "norm_weight", "guesses", "orders")
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return replace(preset.shortened(self.steps), discrete_at=self.discrete, **given)
 
 
 def reconstruct(search: Search) -> list[Found]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fedleak.attacks import clock as timing
-from fedleak.attacks.clock import Clock
+from fedleak.attacks.clock import UNLIMITED, Clock
 from fedleak.attacks.matching.objective import Objective
 from fedleak.attacks.matching.reorderings import reordered
 
@@ -223,8 +223,8 @@ def best_of_each(victim_R: Tensor, ids_RBT: Tensor, loss_R: Tensor) -> list[Foun
     return guesses
 
 
-class Watch:
-    """Keeps the time of a search, and shows how far it is.
+class Watch(Clock):
+    """The clock of a search, which also shows how far the search is.
 
     Every phase asks it between parts that take no longer than a step of the descent, so that a
     search ends within a few steps of its time, with the best so far.
@@ -235,17 +235,8 @@ class Watch:
     """
 
     def __init__(self, clock: Clock, look: Look = lambda step, phase, guesses: None) -> None:
-        self._clock = clock
-        self._look, self._step = look, 0
-
-    def up(self, step: float = 0.0) -> bool:
-        """Whether time is up, or would be before the end of a step of so many seconds."""
-        return self._clock.up(step)
-
-    @property
-    def rang(self) -> bool:
-        """Whether a phase asked when time was up, so that the search ended early."""
-        return self._clock.rang
+        super().__init__(None)
+        self._end, self._look, self._step = clock._end, look, 0
 
     def at(self, step: int, guesses: Sequence[Found] = ()) -> None:
         """Shows the number of steps done, and the best so far of each victim if it was read."""
@@ -255,7 +246,7 @@ class Watch:
     def within(self, parts: Iterable[Part], phase: str) -> Iterator[Part]:
         """Yields the first part, and the others while there is time; shows each."""
         every = list(parts)
-        for number, part in enumerate(self._clock.paced(every, least=1), 1):
+        for number, part in enumerate(self.paced(every, least=1), 1):
             yield part
             self._look(self._step, f"{phase} {number}/{len(every)}", ())
 
@@ -270,7 +261,7 @@ class Watch:
         return time_up
 
 
-UNWATCHED = Watch(Clock(None))
+UNWATCHED = Watch(UNLIMITED)
 """Has no limit and shows nothing."""
 
 
@@ -299,15 +290,10 @@ def initial(search: Search) -> Tensor:
     space, rows = objective.space, objective.rows
     start_RBTF = space.start(rows, rng)
     if search.config.guesses > 1:
-
-        def drawn(_: Tensor) -> Tensor:
-            return space.start(rows, rng)
-
-        def shuffled(best_RBTF: Tensor) -> Tensor:
-            return reordered(best_RBTF, _shuffle(objective, rng))
-
-        for make, phase in ((drawn, "starts"), (shuffled, "orders")):
-            start_RBTF = _best_start(search, start_RBTF, make, phase)
+        start_RBTF = _best_start(search, start_RBTF, lambda _: space.start(rows, rng), "starts")
+        start_RBTF = _best_start(
+            search, start_RBTF, lambda best: reordered(best, _shuffle(objective, rng)), "orders"
+        )
     guessed_RB11 = (rows.begin_RBT >= 0).any(-1)[..., None, None]
     if not guessed_RB11.any():
         return space.scaled(start_RBTF)

@@ -58,8 +58,10 @@ def _drawn(rows: Rows, widths: Sequence[int], width: int, rng: Sequence[torch.Ge
     return drawn_RBTF
 
 
-def _one_hot(ids_RKBT: Tensor, table_VD: Tensor) -> Tensor:
-    """Returns the probabilities [R, K, B, T, V] of tokens that are certain."""
+def _targets(model: LanguageModel, ids_RKBT: Tensor, table_VD: Tensor) -> Tensor | None:
+    """Returns probabilities [R, K, B, T, V] of tokens that are certain; None for a classifier."""
+    if model.task == CLASSIFICATION:
+        return None
     return F.one_hot(ids_RKBT, len(table_VD)).to(table_VD.dtype)
 
 
@@ -102,7 +104,7 @@ class FreeEmbeddings:
         if self.model.task == CLASSIFICATION:
             return Guess(x_RKBTD, None, None)
         ids_RKBT = self.nearest_tokens(rows, variables_RKBTF.detach())
-        return Guess(x_RKBTD, None, _one_hot(ids_RKBT, self.table_VD))
+        return Guess(x_RKBTD, None, _targets(self.model, ids_RKBT, self.table_VD))
 
     def nearest_tokens(self, rows: Rows, variables_RKBTF: Tensor) -> Tensor:
         """Returns the allowed tokens of the largest cosine."""
@@ -114,8 +116,7 @@ class FreeEmbeddings:
 
     def exact(self, rows: Rows, ids_RKBT: Tensor) -> Guess:
         """Returns the tokens' embeddings."""
-        classifies = self.model.task == CLASSIFICATION
-        targets = None if classifies else _one_hot(ids_RKBT, self.table_VD)
+        targets = _targets(self.model, ids_RKBT, self.table_VD)
         return Guess(self.table_VD[ids_RKBT], None, targets)
 
     def variables(self, rows: Rows, ids_RBT: Tensor) -> Tensor:
@@ -206,9 +207,7 @@ class TokenMixtures:
         same_RKBTM = ids_RKBT[..., None] == self.ids_RM[:, None, None, None]
         same_RKBTM = same_RKBTM & self.there_RM[:, None, None, None]
         share_RKBTM = (same_RKBTM & ~rows.fixed_RBT[:, None, :, :, None]).to(self.table_VD.dtype)
-        targets = None
-        if self.model.task != CLASSIFICATION:
-            targets = _one_hot(ids_RKBT, self.table_VD)
+        targets = _targets(self.model, ids_RKBT, self.table_VD)
         return Guess(self.table_VD[ids_RKBT], share_RKBTM, targets)
 
     def variables(self, rows: Rows, ids_RBT: Tensor) -> Tensor:

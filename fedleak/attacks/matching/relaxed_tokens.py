@@ -58,15 +58,6 @@ BEST_FREE = replace(BEST, steps=1000, step_size=0.01, lm_weight=0.02, norm_weigh
 """The constants where they are not, for free embeddings."""
 
 
-def without_moves(steps: int | None) -> tuple[MatchingConfig, MatchingConfig]:
-    """Returns BEST and BEST_FREE for attacks that have no prior and do not move words."""
-    known, free = (
-        replace(preset.shortened(steps), discrete_at="never", lm_weight=0.0)
-        for preset in (BEST, BEST_FREE)
-    )
-    return known, free
-
-
 def reconstruct(search: Search) -> list[Found]:
     """Returns each victim's tokens, and their score."""
     objective, config, rng, watch = search

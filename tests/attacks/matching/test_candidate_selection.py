@@ -60,9 +60,8 @@ def test_what_there_is_now_is_kept_if_only_a_rough_judge_finds_others_better():
 def test_out_of_time_the_best_of_what_was_looked_at_is_chosen(rough):
     exact_RK = torch.arange(40.0, 0, -1)[None]
     looked = []
-    clock = Clock(None)
-    clock.up = lambda step=0.0: len(looked) >= 2
-    watch = Watch(clock, lambda *shown: looked.append(shown))
+    watch = Watch(Clock(None), lambda *shown: looked.append(shown))
+    watch.up = lambda step=0.0: len(looked) >= 2
     found = best(exact_RK, exact_RK if rough else None, torch.zeros(1, 40), watch)
     # Two chunks of seven by the first judge; by an exact one after it, its first, as always.
     assert found.chosen_RX.item() == 13

@@ -39,7 +39,7 @@ def test_each_has_its_own_distance_and_never_moves_words(attack):
     assert (best.loss, faithful.loss) == (loss, loss)
     assert best.algorithm is relaxed_tokens.reconstruct
     assert faithful.algorithm is match_gradients
-    assert faithful.free_config is None
+    assert faithful.free_config == faithful.config
     for config in (best.config, best.free_config, faithful.config):
         assert config.lm_weight == 0
         assert not any(config.discrete(step) for step in range(config.steps + 1))

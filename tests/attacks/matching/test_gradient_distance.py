@@ -20,10 +20,10 @@ from fedleak.attacks.matching.gradient_distance import (
     Cosine,
     LowRankGradient,
     Outer,
-    SquaredAndAbsolute,
     added,
     of_nothing,
     squared,
+    squared_and_absolute,
     target_of,
 )
 from fedleak.models import CAUSAL_LM, CLASS_LOSSES, CLASSIFICATION, batch_loss
@@ -38,7 +38,7 @@ PLAIN = [
     ("llama", CAUSAL_LM),
 ]
 KINDS = [(*kind, False) for kind in PLAIN] + [(*kind, True) for kind in (PLAIN[0], *PLAIN[3:])]
-DISTANCES = {"cos": Cosine(), "l2": squared, "l2l1": SquaredAndAbsolute(0.01)}
+DISTANCES = {"cos": Cosine(), "l2": squared, "l2l1": squared_and_absolute}
 LENGTHS = {1: (5,), 3: (6, 4, 3)}
 
 

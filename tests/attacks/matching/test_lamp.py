@@ -96,7 +96,7 @@ def test_weights_are_those_of_the_authors_code(attack, loss, lm_weight, norm_wei
     method = attack.method()
     assert method.loss == loss
     assert (method.config.lm_weight, method.config.norm_weight) == (lm_weight, norm_weight)
-    assert method.free_config is None
+    assert method.free_config == method.config
     assert method.scaled == (attack.kind == "lamp")
     published = lamp.reconstruct if attack.kind == "lamp" else optimizer.match_gradients
     assert method.algorithm is published
