@@ -577,6 +577,8 @@ def test_the_best_score_of_membership_is_compared() -> None:
             "its interval up to 0.125; limit 0.125",
         ),
     }
+    # An update that is alone in its round is compared with no other.
+    assert checks([*several[1:], score_of("calibrated")], tpr=0.125)["tpr"][0] == WITHIN
     few = score_of("norm", updates=3, found_at_1_percent=None)
     assert checks([few], tpr=1.0)["tpr"] == (
         UNTOLD, "membership by norm: 20 members and 200 others are too few"

@@ -3,18 +3,20 @@
     python experiments/benchmarks/membership.py [--model FOLDER] [--text cola] [--sums 1 2 4 8]
 
 Clients fine-tune adapters (r = 32, alpha 64, dropout 0.075, of query and value projections) with
-AdamW, 10 steps of 16 texts, clipping at 1 and bfloat16 autocast: an update is of 160 texts. Before,
-`--warm` steps of 8 other texts have trained the adapters. The attacker is told nothing of a client.
-It is asked about `--asked` of a client's texts and as many that are in no update, and has public
-texts. A sum is of a client's update and those of the next ones; its members are the first client's.
-In each of `--rounds` all clients train on the same texts again, and scores are means over rounds.
+AdamW, 10 steps of 16 texts, clipping at 1 and bfloat16 autocast: an update is of 160 texts.
+(`--precision float32` is 20 times as fast where the processor has no bfloat16.) Before, `--warm`
+steps of 8 other texts have trained the adapters. The attacker is told nothing of a client. It is
+asked about `--asked` of a client's texts and as many that are in no update, and has public texts. A
+sum is of a client's update and those of the next ones; its members are the first client's. In each
+of `--rounds` all clients train on the same texts again, and scores are means over rounds.
 
 Prints a line per sum and score: the area under the ROC curve with its 95 % interval over clients,
 and the share of members found where 5 % of the others are accused. Then CPU seconds.
 
   residual    `membership`'s first score
-  centred     less the mean of what the other clients' updates of the round say of the same text
-  FedMIA      and divided by the standard deviation of that (Zhu et al. 2024)
+  calibrated  less what the mean of the other clients' updates of the round says of the same text
+  FedMIA      residual, less the mean of the other updates' residuals, divided by their standard
+              deviation (Zhu et al. 2024)
   cosine      of a text's gradient and the update, each tensor in its own unit
   ProjRes     how much of a text's hidden states lies in the rows of the updates of A, mean over
               layers and tokens (arXiv 2604.21197; its own attack takes rows of whole weights, which
@@ -29,20 +31,20 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedleak.attacks.membership.likelihood import covariance, gradients, products
+from fedleak.attacks.membership.likelihood import Public, covariance, gradients, nulls, products
 from fedleak.audit.estimates import estimate
 from fedleak.audit.privacy.membership import shares_won
 from fedleak.models import CAUSAL_LM, LanguageModel, ModelSpec, loading, pad
 from fedleak.models.lora import Lora
 from fedleak.training.local import local_update_
 from fedleak.training.observation import Example, UpdateKind
-from fedleak.training.recipe import Recipe
+from fedleak.training.recipe import Precision, Recipe
 from fedleak.training.settings import LocalTraining
 
 STEPS, BATCH, RATE = 10, 16, 5e-5
@@ -71,6 +73,8 @@ def main() -> None:
     parser.add_argument("--public", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--sums", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--seed", type=int, default=1, help="of the order of the texts")
+    parser.add_argument("--precision", default="bfloat16-mixed", choices=get_args(Precision))
     parser.add_argument("--assets", type=Path, default=os.environ.get("FEDLEAK_ASSETS"))
     args = parser.parse_args()
     if args.assets is None:
@@ -80,7 +84,7 @@ def main() -> None:
     lora = Lora(32, 64.0, None, 0.075)
     spec = ModelSpec(name=str(folder), task=CAUSAL_LM, num_labels=1, seed=0, lora=lora)
     model = loading.load(spec)
-    sentences = texts(args.assets / "data", args.text)
+    sentences = texts(args.assets / "data", args.text, args.seed)
     ids = [tuple(tokens[: args.tokens]) for tokens in model.encode(sentences)]
     corpus = [text for text in dict.fromkeys(ids) if len(text) > 5]
     pooled: dict[tuple[int, str], list[list[Tensor]]] = defaultdict(list)
@@ -94,8 +98,8 @@ def main() -> None:
         print(f"{time.process_time():.0f} CPU seconds", flush=True)
 
 
-def texts(folder: Path, name: str) -> list[str]:
-    """Returns the texts of a corpus in an order that is always the same."""
+def texts(folder: Path, name: str, seed: int) -> list[str]:
+    """Returns the texts of a corpus in an order that a seed makes."""
     if name == "cola":
         lines = (folder / "cola" / "in_domain_train.tsv").read_text("utf-8").splitlines()
         corpus = [row.split("\t")[3] for row in lines]
@@ -103,7 +107,7 @@ def texts(folder: Path, name: str) -> list[str]:
         files = sorted((folder / "rotten_tomatoes").glob("rt-polarity.utf8.*"))
         corpus = [row.strip() for file in files for row in file.read_text("utf-8").splitlines()]
     corpus = sorted(set(corpus))
-    random.Random(1).shuffle(corpus)
+    random.Random(seed).shuffle(corpus)
     return corpus
 
 
@@ -117,7 +121,7 @@ def rounds(
         epochs=1,
         learning_rate=RATE,
         dropout=True,
-        recipe=Recipe(optimiser="adamw", max_grad_norm=1.0, precision="bfloat16-mixed"),
+        recipe=Recipe(optimiser="adamw", max_grad_norm=1.0, precision=args.precision),
     )
     used = 8 * args.warm
     if used:
@@ -158,36 +162,43 @@ def scored(
     """Returns by sum and score, for each client the scores of its texts and then of others [K]."""
     names = list(trained.updates[0])
     public = [Example(text, None) for text in trained.others[: args.public]]
-    background = gradients(model, public, names)
+    known = {
+        name: Public.of(rows_PX, adaptive=True)
+        for name, rows_PX in gradients(model, public, names).items()
+    }
     scores: dict[tuple[int, str], list[Tensor]] = defaultdict(list)
-    asked, rows, null = [], [], defaultdict(list)
+    asked, rows, of_others = [], [], defaultdict(list)
     for client, members in enumerate(trained.members):
         first = args.public + client * args.asked
         asked.append([*members[: args.asked], *trained.others[first : first + args.asked]])
         rows.append(gradients(model, [Example(text, None) for text in asked[-1]], names))
+    flat = [
+        {name: -value.flatten() / RATE for name, value in update.items()}
+        for update in trained.updates
+    ]
     for count in args.sums:
-        for client in range(args.clients):
-            summed = [(client + i) % args.clients for i in range(count)]
-            sent = mean([trained.updates[i] for i in summed])
-            backgrounds = covariance(
-                {name: value.clone() for name, value in background.items()},
-                {name: -value / RATE for name, value in sent.items()},
-                count * SIZE,
-                adaptive=True,
-            )
-            ratio_K, variance_K, inner_K, square_K = products(rows[client], backgrounds)
+        sums = [
+            mean([flat[(client + i) % args.clients] for i in range(count)])
+            for client in range(args.clients)
+        ]
+        # Sums that have clients in common are no null.
+        others = nulls(sums) if count == 1 else ({} for _ in sums)
+        for client, (sent, null) in enumerate(zip(sums, others, strict=True)):
+            backgrounds = covariance(known, sent, null, count * SIZE)
+            ratio_K, null_K, variance_K, inner_K, square_K = products(rows[client], backgrounds)
             scores[count, "residual"].append(ratio_K / variance_K.sqrt())
             scores[count, "cosine"].append(inner_K / square_K.sqrt())
-            scores[count, "ProjRes"].append(projected(hidden_states(model, asked[client]), sent))
+            shapes = {name: value.view_as(trained.updates[0][name]) for name, value in sent.items()}
+            scores[count, "ProjRes"].append(projected(hidden_states(model, asked[client]), shapes))
             if count == 1:  # what this update says of texts that others were asked about
+                scores[1, "calibrated"].append((ratio_K - null_K) / variance_K.sqrt())
                 for other in range(args.clients):
                     if other != client:
-                        ratio_K, variance_K, *_ = products(rows[other], backgrounds)
-                        null[other].append(ratio_K / variance_K.sqrt())
+                        ratio_K, _, variance_K, *_ = products(rows[other], backgrounds)
+                        of_others[other].append(ratio_K / variance_K.sqrt())
     for client, own_K in enumerate(scores.get((1, "residual"), ())):
-        null_UK = torch.stack(null[client])
-        scores[1, "centred"].append(own_K - null_UK.mean(0))
-        scores[1, "FedMIA"].append((own_K - null_UK.mean(0)) / null_UK.std(0))
+        others_UK = torch.stack(of_others[client])
+        scores[1, "FedMIA"].append((own_K - others_UK.mean(0)) / others_UK.std(0))
     return scores
 
 
@@ -233,7 +244,7 @@ def line(count: int, name: str, of_clients: Sequence[Tensor], asked: int) -> str
         clusters += [client] * len(members_K)
     area = estimate(areas, clusters, most=1.0, largest=0)
     return (
-        f"sum of {count}  {name:<9} AUC {area.mean:.3f} [{area.low:.2f}, {area.high:.2f}]  "
+        f"sum of {count}  {name:<10} AUC {area.mean:.3f} [{area.low:.2f}, {area.high:.2f}]  "
         f"found at 5 % {np.mean(found):.2f}  ({len(of_clients)} clients, {len(areas)} texts)"
     )
 

@@ -28,6 +28,9 @@ from fedleak.models.family import ModelFamily
 from fedleak.training.observation import Observation, UpdateKind
 from fedleak.util.plugins import discover, no_dataclass_of
 
+CALIBRATED = "calibrated"
+"""A score of membership that an update has only where another of its round is beside it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttackSetting:
@@ -175,9 +178,11 @@ class Planned(Attack, Protocol):
 
 @runtime_checkable
 class Batched(Attack, Protocol):
-    """An attack that optimises several observations of one model at once.
+    """An attack that takes several observations of one round and model at once.
 
-    Each answer is what it would have been alone, and calling the attack is `many` of one.
+    Each answer is what it would have been alone, and calling the attack is `many` of one. The
+    exception is a score of `membership` that compares the updates of a call: who sees one update of
+    a round sees the others.
     """
 
     @property

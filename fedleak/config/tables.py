@@ -397,7 +397,8 @@ class WorkersTable(Table):
     at_once: Positive | None = None
     """Updates of a round that one call of an attack takes at most; lower it where memory is short.
 
-    Left out: as many as the attack takes. Answers do not depend on it but in rounding.
+    Left out: as many as the attack takes. Answers do not depend on it but in rounding, and the
+    score `calibrated` of `membership`, which compares the updates of a call.
     """
     ray: RayTable | None = None
     """The cluster of the engine `ray`."""

@@ -140,6 +140,15 @@ def test_an_upper_bound_makes_groups_smaller_and_never_larger(at_once, size):
     assert sorted(work.keys for work in found if work.attack == QUICK) == [[k] for k in KEYS[:2]]
 
 
+@pytest.mark.parametrize(
+    ("at_once", "sizes"), [(8, [5, 4]), (4, [3, 3, 3]), (9, [9]), (1, [1] * 9)]
+)
+def test_no_capture_is_left_alone_where_others_could_be_beside_it(monkeypatch, at_once, sizes):
+    monkeypatch.setattr(Pairs, "at_once", at_once)
+    found = groups([PAIRS], [Key(1, client) for client in range(9)])
+    assert [len(work.keys) for work in found] == sizes
+
+
 # --- who takes it -------------------------------------------------------------------------------
 
 

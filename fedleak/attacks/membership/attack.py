@@ -5,6 +5,10 @@ compares the scores with the truth.
 
 Two scores compare each text's gradient with the update: `likelihood.py` has them.
 
+A server sees all updates of a round, so a third takes the others as a null. It is not divided by
+their standard deviation, as FedMIA's: the residual is in standard deviations already. Another
+client that has the text makes it look less likely here.
+
 The losses are the older question (Yeom et al. 2018): is the text fitted well, and does one step
 along the update fit it better?
 
@@ -12,6 +16,7 @@ Shapes: K candidates.
 """
 
 import copy
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
@@ -20,9 +25,9 @@ import torch
 from pydantic import AfterValidator
 from torch import Tensor
 
-from fedleak.attacks import AttackSetting
+from fedleak.attacks import CALIBRATED, AttackSetting, OnProgress
 from fedleak.attacks.certificate import as_gradient
-from fedleak.attacks.membership.likelihood import compared, statistics
+from fedleak.attacks.membership.likelihood import Statistics, compared, statistics
 from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.models import LanguageModel, absolute, example_losses, pad
 from fedleak.training.observation import QUESTIONS, Example, Observation
@@ -35,10 +40,11 @@ AT_ONCE = 32
 class Membership:
     """Tells which texts of a list were in the update, also where noise hides what they say.
 
-    Four scores of each text, the higher, the likelier: `residual`, how much likelier the update is
+    Scores of each text, the higher, the likelier: `residual`, how much likelier the update is
     with the text in it, by the part of its gradient that no public text explains; `cosine`, that
     of its gradient with the update; `loss`, how well the broadcast model fits it; `loss_drop`, how
-    much better it is fitted after the update.
+    much better it is fitted after the update; `calibrated`, the residual less what the mean
+    of the other updates of the round says of the text, where there are any.
 
     Attributes:
         candidates: A csv, tsv, jsonl or parquet file with a column `text` and, for a classifier, a
@@ -47,8 +53,9 @@ class Membership:
     """
 
     kind: ClassVar[str] = "membership"
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 4
     uses: ClassVar[frozenset[str]] = QUESTIONS
+    at_once: ClassVar[int] = 8
     candidates: Annotated[str, AfterValidator(absolute)] | None = None
 
     def obstacle(self, setting: AttackSetting) -> str | None:
@@ -63,40 +70,70 @@ class Membership:
     def __call__(
         self, seen: Observation, model: LanguageModel, *, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns the scores of all candidates."""
-        candidates = seen.knowledge.candidates
-        assert candidates is not None
-        if not candidates.listed:
-            return Reconstruction.none(
-                Status.ABSTAINED,
-                "the list of candidates is empty: no held-out text of its class is left to stand "
-                "beside a text of the batch: raise data.held_out",
-            )
-        gradient = as_gradient(seen)
-        if not compared(model, gradient):
-            return Reconstruction.none(
-                Status.ABSTAINED, "the update is zero wherever gradients can be compared"
-            )
-        with_update = statistics(model, candidates.listed, candidates.public, seen)
-        loss_K = losses(model, candidates.listed)
-        rate = seen.knowledge.learning_rate or 1.0
-        after_K = losses(stepped(model, gradient, rate), candidates.listed)
-        tensors = {
-            "residual": with_update.residual_K,
-            "cosine": with_update.cosine_K,
-            "loss": -loss_K,
-            "loss_drop": loss_K - after_K,
-        }
-        finite = {name: value for name, value in tensors.items() if bool(value.isfinite().all())}
-        return Reconstruction(
-            status=Status.RECOVERED,
-            scores={name: tuple(value.tolist()) for name, value in finite.items()},
-            diagnostics={
-                "listed": len(candidates.listed),
-                "public": with_update.public,
-                "left_out": sorted(tensors.keys() - finite.keys()),
-            },
-        )
+        """Returns the scores of all candidates; `calibrated` takes other updates of the round."""
+        (answer,) = self.many([seen], model, rngs=[rng], report=lambda i, how: None)
+        return answer
+
+    def many(
+        self,
+        seen: Sequence[Observation],
+        model: LanguageModel,
+        *,
+        rngs: Sequence[torch.Generator],
+        report: OnProgress,
+    ) -> list[Reconstruction]:
+        """Returns, for each observation, the scores of all of its candidates."""
+        answers: dict[int, Reconstruction] = {}
+        together: dict[tuple[Example, ...], dict[int, tuple[Example, ...]]] = defaultdict(dict)
+        for place, observation in enumerate(seen):
+            candidates = observation.knowledge.candidates
+            assert candidates is not None
+            if not candidates.listed:
+                answers[place] = Reconstruction.none(
+                    Status.ABSTAINED,
+                    "the list of candidates is empty: no held-out text of its class is left to "
+                    "stand beside a text of the batch: raise data.held_out",
+                )
+            elif not compared(model, as_gradient(observation)):
+                answers[place] = Reconstruction.none(
+                    Status.ABSTAINED, "the update is zero wherever gradients can be compared"
+                )
+            else:
+                together[candidates.public][place] = candidates.listed
+        for public, lists in together.items():
+            group = [seen[place] for place in lists]
+            for place, found in zip(
+                lists, statistics(model, [*lists.values()], public, group), strict=True
+            ):
+                answers[place] = _answer(model, seen[place], lists[place], found)
+        return [answers[place] for place in range(len(seen))]
+
+
+def _answer(
+    model: LanguageModel, seen: Observation, listed: Sequence[Example], found: Statistics
+) -> Reconstruction:
+    """Returns the answer of which the gradients say what was found."""
+    loss_K = losses(model, listed)
+    rate = seen.knowledge.learning_rate or 1.0
+    after_K = losses(stepped(model, as_gradient(seen), rate), listed)
+    tensors = {
+        "residual": found.residual_K,
+        "cosine": found.cosine_K,
+        "loss": -loss_K,
+        "loss_drop": loss_K - after_K,
+    }
+    if found.calibrated_K is not None:
+        tensors[CALIBRATED] = found.calibrated_K
+    finite = {name: value for name, value in tensors.items() if bool(value.isfinite().all())}
+    return Reconstruction(
+        status=Status.RECOVERED,
+        scores={name: tuple(value.tolist()) for name, value in finite.items()},
+        diagnostics={
+            "listed": len(listed),
+            "public": found.public,
+            "left_out": sorted(tensors.keys() - finite.keys()),
+        },
+    )
 
 
 def losses(model: LanguageModel, examples: Sequence[Example]) -> Tensor:

@@ -21,10 +21,14 @@ of moments). A tensor whose products noise alone cannot explain has an s of its 
 its own would be chance, and would weigh the tensor by chance: it has the one that fits all tensors
 best, by least squares. Where noise explains all of them, s is next to none.
 
+A server sees all updates of a round. What the mean of the others, in place of the update, says of a
+text is a null (FedMIA, Zhu et al. 2024): what a text has in common with every update falls out.
+
 Shapes: K candidates, P public texts, X numbers of a tensor.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -42,6 +46,9 @@ NUMBERS = 2**29
 AT_ONCE = 16
 """Candidates whose gradients are in memory together."""
 
+COLUMNS = 2**18
+"""Numbers of each public gradient that are copied together."""
+
 LEAST = 1e-10
 """Share of an update that gradients make where noise explains all of it."""
 
@@ -57,11 +64,13 @@ class Statistics(NamedTuple):
 
     Attributes:
         residual_K: The statistic of the likelihood ratio, in standard deviations.
+        calibrated_K: Less that of the mean of the other updates of the round; None: there are none.
         cosine_K: The cosine with the update, each tensor in units of its root mean square.
         public: How many public texts were used.
     """
 
     residual_K: Tensor
+    calibrated_K: Tensor | None
     cosine_K: Tensor
     public: int
 
@@ -77,34 +86,69 @@ def compared(model: LanguageModel, observed: Mapping[str, Tensor]) -> list[str]:
 
 
 def statistics(
-    model: LanguageModel, listed: Sequence[Example], public: Sequence[Example], seen: Observation
-) -> Statistics:
-    """Returns the statistics of each candidate.
+    model: LanguageModel,
+    lists: Sequence[Sequence[Example]],
+    public: Sequence[Example],
+    seen: Sequence[Observation],
+) -> list[Statistics]:
+    """Returns the statistics of each update's candidates.
 
     Args:
         model: At the broadcast weights.
-        listed: The candidates.
+        lists: The candidates of each update.
         public: Texts that are in no update; the first ones that there is room for are used.
-        seen: An update of which some tensor can be compared.
+        seen: Updates of one round; of each some tensor can be compared.
     """
-    observed = as_gradient(seen)
-    names = compared(model, observed)
-    used = public[: NUMBERS // sum(observed[name].numel() for name in names)]
-    adaptive = (seen.knowledge.recipe or Recipe()).optimiser != "sgd"
-    rows = gradients(model, used, names)
-    backgrounds = covariance(rows, observed, seen.update.num_examples, adaptive=adaptive)
-    parts = [
-        products(gradients(model, listed[start : start + AT_ONCE], names), backgrounds)
-        for start in range(0, len(listed), AT_ONCE)
+    gradient_by_update = [as_gradient(observation) for observation in seen]
+    updates = [
+        {name: tensors[name].flatten().cpu() for name in compared(model, tensors)}
+        for tensors in gradient_by_update
     ]
-    ratio_K, variance_K, inner_K, square_K = torch.cat(parts, 1)
-    # In its units the square of an update is the number of its numbers that are not zero.
-    total = sum(background.live for background in backgrounds.values())
-    return Statistics(
-        residual_K=ratio_K / variance_K.clamp_min(_TINY).sqrt(),
-        cosine_K=inner_K / (square_K * total).clamp_min(_TINY).sqrt(),
-        public=len(used),
-    )
+    sizes = {name: len(value_X) for update in updates for name, value_X in update.items()}
+    used = public[: NUMBERS // sum(sizes.values())]
+    # How clients step is the server's setting: the same for all of a round.
+    adaptive = (seen[0].knowledge.recipe or Recipe()).optimiser != "sgd"
+    rows = gradients(model, used, sizes)
+    known = {name: Public.of(rows_PX, adaptive=adaptive) for name, rows_PX in rows.items()}
+    answers = []
+    for listed, update, null, observation in zip(lists, updates, nulls(updates), seen, strict=True):
+        backgrounds = covariance(known, update, null, observation.update.num_examples)
+        parts = [
+            products(gradients(model, listed[start : start + AT_ONCE], update), backgrounds)
+            for start in range(0, len(listed), AT_ONCE)
+        ]
+        ratio_K, null_K, variance_K, inner_K, square_K = torch.cat(parts, 1)
+        deviation_K = variance_K.clamp_min(_TINY).sqrt()
+        # In its units the square of an update is the number of its numbers that are not zero.
+        total = sum(background.live for background in backgrounds.values())
+        answers.append(
+            Statistics(
+                residual_K=ratio_K / deviation_K,
+                calibrated_K=(ratio_K - null_K) / deviation_K if null else None,
+                cosine_K=inner_K / (square_K * total).clamp_min(_TINY).sqrt(),
+                public=len(used),
+            )
+        )
+    return answers
+
+
+def nulls(updates: Sequence[Mapping[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Yields for each update the mean of the others by tensor, as large as its own tensor is.
+
+    All count alike, however large they are. What no other update has is not there.
+    """
+    total: dict[str, Tensor] = {}
+    count: Counter[str] = Counter()
+    for update in updates:
+        for name, value_X in update.items():
+            total[name] = total.get(name, 0) + value_X / value_X.norm()
+            count[name] += 1
+    for update in updates:
+        yield {
+            name: (total[name] * value_X.norm() - value_X) / (count[name] - 1)
+            for name, value_X in update.items()
+            if count[name] > 1
+        }
 
 
 def gradients(
@@ -120,14 +164,48 @@ def gradients(
     return rows
 
 
-class Moments(NamedTuple):
-    """Public gradients of one tensor, its update, and what the model says of their squares.
+class Public(NamedTuple):
+    """Public gradients of one tensor.
 
     Attributes:
-        public_PX: A row for each text; where the optimiser is adaptive, divided by the root mean
+        rows_PX: A row for each text; where the optimiser is adaptive, divided by the root mean
             square.
         scale_X: What the rows were multiplied by.
         power_X: Their mean square.
+        gram_PP: Their products.
+    """
+
+    rows_PX: Tensor
+    scale_X: Tensor
+    power_X: Tensor
+    gram_PP: Tensor
+
+    @classmethod
+    def of(cls, rows_PX: Tensor, *, adaptive: bool) -> "Public":
+        """Returns what is known of a tensor; the rows are used up.
+
+        Args:
+            rows_PX: The gradients of public texts.
+            adaptive: The client's optimiser divides by the root mean square.
+        """
+        texts, numbers = rows_PX.shape
+        scale_X, power_X = torch.ones(numbers), torch.zeros(numbers)
+        if texts > 1 and rows_PX.any():
+            # Few texts say little of the square of a number: the tensor's mean counts as one more.
+            power_X = rows_PX.square().mean(0)
+            power_X = (texts * power_X + power_X.mean()) / (texts + 1)
+            if adaptive:
+                scale_X = power_X.rsqrt()
+                rows_PX *= scale_X
+                power_X = torch.ones(numbers)
+        return cls(rows_PX, scale_X, power_X, (rows_PX @ rows_PX.T).double())
+
+
+class Moments(NamedTuple):
+    """The update in one tensor, and what the model says of its square and products.
+
+    Attributes:
+        public: Gradients of the tensor.
         update_X: The update, as a gradient.
         square: Of the update.
         expected: What it is without noise, in units of s^2.
@@ -136,9 +214,7 @@ class Moments(NamedTuple):
         slope: What the excess is expected to be, in units of s^2.
     """
 
-    public_PX: Tensor
-    scale_X: Tensor
-    power_X: Tensor
+    public: Public
     update_X: Tensor
     square: float
     expected: float
@@ -146,29 +222,19 @@ class Moments(NamedTuple):
     slope: float
 
     @classmethod
-    def of(cls, public_PX: Tensor, update_X: Tensor, n: int, *, adaptive: bool) -> "Moments":
-        """Returns the moments of a tensor; the rows are used up.
+    def of(cls, public: Public, update_X: Tensor, n: int) -> "Moments":
+        """Returns the moments of a tensor.
 
         Args:
-            public_PX: The gradients of public texts.
+            public: Its public gradients.
             update_X: Not zero.
             n: Texts in the update.
-            adaptive: The client's optimiser divides by the root mean square.
         """
-        texts, numbers = public_PX.shape
+        texts, numbers = public.rows_PX.shape
         square = float(update_X.double().square().sum())
-        scale_X = torch.ones(numbers)
-        if texts < 2 or not public_PX.any():
-            nothing = torch.zeros(numbers)
-            return cls(public_PX, scale_X, nothing, update_X, square, 0.0, 0.0, 0.0)
-        # Few texts say little of the square of a number: the tensor's mean counts as one more.
-        power_X = public_PX.square().mean(0)
-        power_X = (texts * power_X + power_X.mean()) / (texts + 1)
-        if adaptive:
-            scale_X = power_X.rsqrt()
-            public_PX *= scale_X
-            power_X = torch.ones(numbers)
-        gram_PP, own_P = (public_PX @ public_PX.T).double(), (public_PX @ update_X).double()
+        if not public.power_X.any():
+            return cls(public, update_X, square, 0.0, 0.0, 0.0)
+        gram_PP, own_P = public.gram_PP, (public.rows_PX @ update_X).double()
         power, pairs = float(gram_PP.diagonal().mean()), texts * (texts - 1)
         apart_PP = gram_PP - gram_PP.diagonal().diag()
 
@@ -183,16 +249,7 @@ class Moments(NamedTuple):
         slope = max(0.0, own - power * expected / numbers)
         # Under noise alone the products are normal, with the covariance of the public gradients.
         deviation = 2**0.5 * square / numbers * float(gram_PP.norm()) / texts
-        return cls(
-            public_PX=public_PX,
-            scale_X=scale_X,
-            power_X=power_X,
-            update_X=update_X,
-            square=square,
-            expected=expected,
-            excess=excess / deviation,
-            slope=slope / deviation,
-        )
+        return cls(public, update_X, square, expected, excess / deviation, slope / deviation)
 
 
 def factors(tensors: Mapping[str, Moments]) -> dict[str, float]:
@@ -215,87 +272,97 @@ class Background(NamedTuple):
     """One tensor of an update, and the covariance S of all that is in it beside a text.
 
     Attributes:
-        scale_X: Brings a gradient to the units in which S is the identity and the span.
-        span_PX: The public gradients in these units.
+        public: Gradients of the tensor.
+        scaled_X: Brings the gradients to the units in which S is the identity and their products:
+            the span.
         inverse_PP: Of P times the identity and the products of the span.
-        update_X: The update in these units.
-        own_P: Its products with the span.
+        updates_X2: The update and the mean of others in these units.
+        own_P2: Their products with the span.
         plain_X: The update as it is, in units of its root mean square.
         unit: One over that root.
         live: Numbers of the update that are not zero.
     """
 
-    scale_X: Tensor
-    span_PX: Tensor
+    public: Public
+    scaled_X: Tensor
     inverse_PP: Tensor
-    update_X: Tensor
-    own_P: Tensor
+    updates_X2: Tensor
+    own_P2: Tensor
     plain_X: Tensor
     unit: float
     live: int
 
     @classmethod
-    def of(cls, tensor: Moments, factor: float, n: int) -> "Background":
-        """Returns the covariance in a tensor of an update of n texts; its rows are used up.
+    def of(cls, moments: Moments, null_X: Tensor | None, factor: float, n: int) -> "Background":
+        """Returns the covariance in a tensor of an update of n texts.
 
         Args:
-            tensor: What is known of it.
+            moments: What is known of it.
+            null_X: The mean of other updates; None: there are none.
             factor: s^2.
             n: Texts in the update.
         """
-        live, share = int(tensor.update_X.count_nonzero()), factor / n
-        noise = max(0.0, tensor.square - factor * tensor.expected) / len(tensor.update_X)
-        weight_X = (share * tensor.power_X + noise).rsqrt()
+        public, update_X, share = moments.public, moments.update_X, factor / n
+        noise = max(0.0, moments.square - factor * moments.expected) / len(update_X)
+        weight_X = (share * public.power_X + noise).rsqrt()
         scaled_X = weight_X * share**0.5
-        span_PX = tensor.public_PX.mul_(scaled_X)
-        update_X = tensor.update_X * weight_X
-        gram_PP = (span_PX @ span_PX.T).double()
-        unit = (live / tensor.square) ** 0.5
+        gram_PP = torch.zeros(len(public.rows_PX), len(public.rows_PX), dtype=torch.float64)
+        for start in range(0, len(update_X), COLUMNS):
+            part = slice(start, start + COLUMNS)
+            span_PX = public.rows_PX[:, part] * scaled_X[part]
+            gram_PP += (span_PX @ span_PX.T).double()
+        others_X = torch.zeros_like(update_X) if null_X is None else null_X
+        updates_X2 = torch.stack([update_X, others_X], 1) * weight_X[:, None]
+        live = int(update_X.count_nonzero())
+        unit = (live / moments.square) ** 0.5
         return cls(
-            scale_X=tensor.scale_X * scaled_X,
-            span_PX=span_PX,
+            public=public,
+            scaled_X=scaled_X,
             inverse_PP=torch.linalg.inv(gram_PP + len(gram_PP) * torch.eye(len(gram_PP))).float(),
-            update_X=update_X,
-            own_P=span_PX @ update_X,
-            plain_X=tensor.update_X * unit,
+            updates_X2=updates_X2,
+            own_P2=public.rows_PX @ (scaled_X[:, None] * updates_X2),
+            plain_X=update_X * unit,
             unit=unit,
             live=live,
         )
 
     def products(self, rows_KX: Tensor) -> Tensor:
-        """Returns the statistic, its variance, the product with the update and the square [4, K].
+        """Returns products of candidates' gradients [5, K].
 
-        The last two are in units of the update's root mean square.
+        They are the statistic and that of the mean of others, the variance of both, and the product
+        with the update and the square, in units of the update's root mean square.
         """
         rows_KX = rows_KX * self.unit
         inner_K, square_K = rows_KX @ self.plain_X, rows_KX.square().sum(1)
-        rows_KX *= self.scale_X / self.unit
-        shared_KP = rows_KX @ self.span_PX.T
+        rows_KX *= self.public.scale_X * self.scaled_X / self.unit
+        ratio_K2, variance_K = rows_KX @ self.updates_X2, rows_KX.square().sum(1)
+        rows_KX *= self.scaled_X
+        shared_KP = rows_KX @ self.public.rows_PX.T
         explained_KP = shared_KP @ self.inverse_PP
-        ratio_K = rows_KX @ self.update_X - explained_KP @ self.own_P
-        variance_K = rows_KX.square().sum(1) - (explained_KP * shared_KP).sum(1)
-        return torch.stack([ratio_K, variance_K, inner_K, square_K]).double()
+        ratio_K2 -= explained_KP @ self.own_P2
+        variance_K -= (explained_KP * shared_KP).sum(1)
+        return torch.stack([*ratio_K2.T, variance_K, inner_K, square_K]).double()
 
 
 def covariance(
-    public: Mapping[str, Tensor], observed: Mapping[str, Tensor], n: int, *, adaptive: bool
+    public: Mapping[str, Public], update: Mapping[str, Tensor], null: Mapping[str, Tensor], n: int
 ) -> dict[str, Background]:
     """Returns the covariance in each tensor of an update.
 
     Args:
-        public: Gradients of public texts, by tensor [P, X]; they are used up.
-        observed: The update, as a gradient.
-        n: Texts in it.
-        adaptive: The client's optimiser divides by the root mean square.
+        public: Of each tensor.
+        update: As a gradient, by tensor [X].
+        null: The mean of other updates, where there is one.
+        n: Texts in the update.
     """
-    tensors = {
-        name: Moments.of(rows_PX, observed[name].flatten().cpu(), n, adaptive=adaptive)
-        for name, rows_PX in public.items()
-    }
+    tensors = {name: Moments.of(public[name], value_X, n) for name, value_X in update.items()}
     factor = factors(tensors)
-    return {name: Background.of(tensor, factor[name], n) for name, tensor in tensors.items()}
+    return {
+        name: Background.of(tensor, null.get(name), factor[name], n)
+        for name, tensor in tensors.items()
+    }
 
 
 def products(rows: Mapping[str, Tensor], backgrounds: Mapping[str, Background]) -> Tensor:
-    """Returns the products of candidates' gradients, summed over tensors [4, K]."""
+    """Returns the products of candidates' gradients, summed over tensors [5, K]."""
     return torch.stack([backgrounds[name].products(values) for name, values in rows.items()]).sum(0)

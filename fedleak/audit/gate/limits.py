@@ -4,6 +4,7 @@ from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
 from fedleak import models
+from fedleak.attacks import CALIBRATED
 from fedleak.attacks.reconstruction import Status
 from fedleak.audit.gate.check import Check, Outcome, compared, untold
 from fedleak.audit.gate.evidence import Evidence
@@ -174,7 +175,7 @@ def _membership(name: str, limit: float, evidence: Evidence) -> Check:
             row.attack == scored.attack and row.status == Status.RECOVERED
             for row in evidence.rows.leakage
         )
-        if scored.updates < answers:
+        if scored.updates < answers and scored.score != CALIBRATED:
             lacks.append(f"{prefix}{answers - scored.updates} of {answers} answers have no score")
         figure: Estimate | None = getattr(scored, leak.figure)
         if figure is None:

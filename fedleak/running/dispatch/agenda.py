@@ -5,6 +5,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
+from math import ceil
 from typing import NamedTuple
 
 from fedleak.attacks import Batched, is_slow
@@ -178,8 +179,8 @@ def groups(
 ) -> list[Work]:
     """Returns which captures of a round go to which attack together, in the order of captures.
 
-    A group has as many as the attack takes in one call, and at most `at_once`. It depends on the
-    experiment alone, so a run that was killed makes the same groups again.
+    A group has at most as many as the attack takes in one call, and at most `at_once`. It depends
+    on the experiment alone, so a run that was killed makes the same groups again.
     """
     batches = []
     for _, of_round in itertools.groupby(expected, key=lambda key: key.round):
@@ -187,6 +188,7 @@ def groups(
         for named_attack in named:
             size = named_attack.attack.at_once if isinstance(named_attack.attack, Batched) else 1
             size = size if at_once is None else min(size, at_once)
+            size = ceil(len(keys) / ceil(len(keys) / size))  # nearly alike: none is left alone
             batches += [Work(named_attack, keys[i : i + size]) for i in range(0, len(keys), size)]
     return sorted(batches, key=lambda work: work.keys[0])
 

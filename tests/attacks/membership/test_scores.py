@@ -10,14 +10,16 @@ from fedleak.attacks.membership import likelihood
 from fedleak.attacks.membership.attack import Membership
 from fedleak.attacks.membership.likelihood import (
     Moments,
+    Public,
     compared,
     covariance,
     factors,
     products,
     statistics,
 )
+from fedleak.attacks.reconstruction import Status
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, batch_loss
-from fedleak.training.observation import Example, UpdateKind
+from fedleak.training.observation import Candidates, Example, UpdateKind
 from fedleak.training.recipe import Recipe
 from fedleak.util.rng import stream
 
@@ -51,29 +53,37 @@ def noise_of(tensor, factor):
 @pytest.mark.parametrize("built", BUILT, ids="-".join)
 @pytest.mark.parametrize("optimiser", ["gradient", "sgd", "adamw"])
 def test_the_statistic_is_that_of_the_whole_covariance(small, observe, texts, built, optimiser):
-    """`g S^-1 u` over the root of `g S^-1 g`, with S formed and solved, tensor by tensor."""
+    """`g S^-1 u` over the root of `g S^-1 g`, with S formed and solved, tensor by tensor.
+
+    And with the mean of two other updates, each as large as u, in place of u.
+    """
     model = small(*built)
     kind = UpdateKind.GRADIENT if optimiser == "gradient" else UpdateKind.DELTA
-    seen = observe(model, 3, kind=kind).seen
-    if optimiser == "adamw":
-        known = replace(seen.knowledge, recipe=Recipe(optimiser="adamw"))
-        seen = replace(seen, knowledge=known)
-    few = {n: v for n, v in seen.update.tensors.items() if v.numel() < 1500}
-    seen = replace(seen, update=replace(seen.update, tensors=few))
+
+    def observed_of(some):
+        seen = observe(model, some, kind=kind).seen
+        if optimiser == "adamw":
+            known = replace(seen.knowledge, recipe=Recipe(optimiser="adamw"))
+            seen = replace(seen, knowledge=known)
+        few = {n: v for n, v in seen.update.tensors.items() if v.numel() < 1500}
+        return replace(seen, update=replace(seen.update, tensors=few))
+
+    seen = observed_of(texts[:3])
+    others = [observed_of(texts[10:12]), observed_of(texts[12:15])]
+    few = seen.update.tensors
     examples = examples_of(model, texts[:9])
     asked, public = examples[:5], examples[5:]
     names, observed = compared(model, few), as_gradient(seen)
     rows = [gradient_of(model, example, names) for example in examples]
     ratio_K, variance_K = torch.zeros(2, 5, dtype=torch.float64)
-    inner_K, square_K = torch.zeros(2, 5, dtype=torch.float64)
+    null_K, inner_K, square_K = torch.zeros(3, 5, dtype=torch.float64)
     numbers = 0
     adaptive = optimiser == "adamw"
     tensors = {
         name: Moments.of(
-            torch.stack([row[name].flatten() for row in rows[5:]]),
+            Public.of(torch.stack([row[name].flatten() for row in rows[5:]]), adaptive=adaptive),
             observed[name].flatten(),
             3,
-            adaptive=adaptive,
         )
         for name in names
     }
@@ -97,11 +107,16 @@ def test_the_statistic_is_that_of_the_whole_covariance(small, observe, texts, bu
         s_XX = torch.diag(share * power_X + noise) + share * p_PX.T @ p_PX / 4
         g_KX = share**0.5 * g_KX
         ratio_K += g_KX @ torch.linalg.solve(s_XX, u_X)
+        others_UX = torch.stack([as_gradient(other)[name].flatten().double() for other in others])
+        mean_X = (others_UX / others_UX.norm(dim=1, keepdim=True)).mean(0) * u_X.norm()
+        null_K += g_KX @ torch.linalg.solve(s_XX, mean_X)
         variance_K += (g_KX * torch.linalg.solve(s_XX, g_KX.T).T).sum(1)
-    answer = statistics(model, asked, public, seen)
+    answer, *_ = statistics(model, [asked, asked[:1], asked[:2]], public, [seen, *others])
     assert answer.public == 4
     expected_K = ratio_K / variance_K.sqrt()
     torch.testing.assert_close(answer.residual_K, expected_K, rtol=2e-2, atol=2e-2)
+    expected_K -= null_K / variance_K.sqrt()
+    torch.testing.assert_close(answer.calibrated_K, expected_K, rtol=2e-2, atol=2e-2)
     cosine_K = inner_K / (square_K * numbers).sqrt()
     torch.testing.assert_close(answer.cosine_K, cosine_K, rtol=1e-3, atol=1e-4)
 
@@ -115,7 +130,7 @@ def test_moments_are_those_that_an_update_was_made_with(noise):
         return common_X + 3 * sizes_X * torch.randn(count, 20_000, generator=rng)
 
     update_X = 0.1 * drawn(16).mean(0) + noise * torch.randn(20_000, generator=rng)
-    moments = Moments.of(drawn(60), update_X, 16, adaptive=False)
+    moments = Moments.of(Public.of(drawn(60), adaptive=False), update_X, 16)
     factor = factors({"one": moments})["one"]
     assert factor**0.5 == pytest.approx(0.1, rel=0.1)
     assert noise_of(moments, factor) ** 0.5 == pytest.approx(noise, rel=0.02, abs=0.02)
@@ -139,16 +154,16 @@ def test_under_much_noise_it_tells_nearly_what_one_could_who_knows_all(sigma, li
         norm_K1 = torch.cat(parts, 1).norm(dim=1, keepdim=True)
         return {str(number): part / norm_K1 for number, part in enumerate(parts)}
 
-    own, known, public = [], [], drawn(30)
+    own, known = [], []
+    public = {name: Public.of(part, adaptive=False) for name, part in drawn(30).items()}
     for _ in range(100):
         rows = drawn(4)
         update = {
             name: (part[:2].sum(0) + sigma * torch.randn(part.shape[1], generator=rng)) / 2
             for name, part in rows.items()
         }
-        gradients = {name: part.clone() for name, part in public.items()}
-        backgrounds = covariance(gradients, update, 2, adaptive=False)
-        ratio_K, variance_K, *_ = products(rows, backgrounds)
+        backgrounds = covariance(public, update, {}, 2)
+        ratio_K, _, variance_K, *_ = products(rows, backgrounds)
         own.append(ratio_K / variance_K.sqrt())
         known.append(sum(part @ update[name] for name, part in rows.items()))
     best = won(torch.stack(known))
@@ -168,12 +183,12 @@ def test_fewer_public_texts_are_used_where_there_is_no_room(small, observe, text
     examples = examples_of(model, texts[:9])
     numbers = sum(seen.update.tensors[name].numel() for name in compared(model, as_gradient(seen)))
     monkeypatch.setattr(likelihood, "NUMBERS", 3 * numbers)
-    few = statistics(model, examples[:2], examples[2:], seen)
+    (few,) = statistics(model, [examples[:2]], examples[2:], [seen])
     assert few.public == 3
-    same = statistics(model, examples[:2], examples[2:5], seen)
+    (same,) = statistics(model, [examples[:2]], examples[2:5], [seen])
     assert few.residual_K.tolist() == same.residual_K.tolist()
     monkeypatch.setattr(likelihood, "NUMBERS", 0)
-    none = statistics(model, examples[:2], examples[2:], seen)
+    (none,) = statistics(model, [examples[:2]], examples[2:], [seen])
     assert none.public == 0
     assert bool(none.residual_K.isfinite().all())
 
@@ -218,3 +233,32 @@ def test_it_ranks_the_texts_of_the_batch_first_where_the_plain_cosine_does_not(s
         return min(s for s, i in each if i) - max(s for s, i in each if not i)
 
     assert gap("residual") > max(0.0, gap("cosine"))
+
+
+def test_updates_are_compared_with_those_that_have_an_answer(small, observe, texts):
+    model, attack = small("bert"), Membership()
+    parts = [texts[start : start + 2] for start in (0, 2, 4)]
+    truths = [observe(model, part, granted=("candidates",)) for part in parts]
+    public = truths[0].candidates.public[-4:]
+
+    def asked(truth, public):
+        candidates = Candidates(truth.candidates.listed, public)
+        return replace(truth.seen, knowledge=replace(truth.seen.knowledge, candidates=candidates))
+
+    seen = [asked(truth, public) for truth in truths]
+    nothing = {name: 0 * value for name, value in seen[0].update.tensors.items()}
+    silent = replace(seen[0], update=replace(seen[0].update, tensors=nothing))
+
+    def answers(*seen):
+        return attack.many(
+            seen, model, rngs=[stream(0)] * len(seen), report=lambda place, progress: None
+        )
+
+    *together, of_silent, apart = answers(*seen, silent, asked(truths[0], public[:2]))
+    assert of_silent.status == Status.ABSTAINED
+    assert "calibrated" not in apart.scores  # with other public texts scores are of another scale
+    assert together == answers(*seen)
+    for observation, answer in zip(seen, together, strict=True):
+        (alone,) = answers(observation)
+        assert answer.scores.keys() - alone.scores.keys() == {"calibrated"}
+        assert answer.scores["residual"] == pytest.approx(alone.scores["residual"], rel=1e-3)
