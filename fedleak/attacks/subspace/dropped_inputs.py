@@ -108,7 +108,7 @@ def read_dropped(
     clock: Clock,
     tell: OnJudged,
 ) -> DroppedBatch | None:
-    """Returns what is read of a batch with dropout; None if words with dropout span no gradients.
+    """Returns what is read of a batch with dropout; None if not all inputs, or no text, are found.
 
     Args:
         model: At the broadcast weights.
@@ -133,6 +133,8 @@ def read_dropped(
     if len(inputs.ids_N) < span.rank:
         return None
     texts, whole = group(make_dropped(model, gradients, inputs, span), width, clock, tell)
+    if not texts:
+        return None
     return DroppedBatch(
         texts=texts,
         tokens=tuple(sorted(set(inputs.ids_N.tolist()))),
