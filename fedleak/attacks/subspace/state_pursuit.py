@@ -152,7 +152,7 @@ class StatePursuit(OneByOne):
             return Reconstruction.none(
                 Status.ABSTAINED, "nothing read: the attention weights did not change"
             )
-        longest = min(self.longest, model.max_length)
+        longest, later = min(self.longest, model.max_length), _later(seen)
         wanted, texts = seen.update.num_examples, list[Judged]()
         while len(texts) < wanted and not clock.up():
             search = _Search(model, update, texts, longest)
@@ -165,7 +165,7 @@ class StatePursuit(OneByOne):
             search = _Search(model, update, [*texts[:i], *texts[i + 1 :]], longest)
             texts[i] = search.mended(texts[i].ids, clock)
         if not texts:
-            reason = "nothing read: no text explains more of the update than chance does"
+            reason = f"nothing read: no text explains more of the update than chance does{later}"
             late = {"time_up": True} if clock.rang else {}
             return Reconstruction.none(Status.ABSTAINED, reason, **late)
         end = len(certificate.close(model, ()))
@@ -181,7 +181,7 @@ class StatePursuit(OneByOne):
             tokens=sorted({token for text in closed for token in text.ids}),
             diagnostics={"nats": [-text.excess for text in texts]}
             | ({"time_up": True} if clock.rang else {}),
-            reason="" if verdict.verified else "nothing proved: these texts explain most",
+            reason="" if verdict.verified else f"nothing proved: these texts explain most{later}",
         )
 
 
@@ -519,3 +519,11 @@ def _first(model: LanguageModel) -> tuple[int, ...]:
 def _unsaid(model: LanguageModel) -> list[int]:
     """Returns the token ids that stand in no text: special ones, and those without a word."""
     return [*model.special_ids(), *range(len(model.tokenizer), model.vocabulary)]
+
+
+def _later(seen: Observation) -> str:
+    """Returns what is lacking of an update of several steps of Adam, as the end of a sentence."""
+    known, steps = seen.knowledge, seen.knowledge.local_steps or 1
+    if steps == 1 or known.recipe is None or known.recipe.optimiser == "sgd":
+        return ""
+    return f"; of {steps} local steps the texts of the first count most"

@@ -30,14 +30,18 @@ ADAMW = LocalTraining(
 )
 
 
-def sent(model, sequences):
-    """The update of a client that makes one step of AdamW; the model stays as it is."""
+def sent(model, sequences, batch_size=4):
+    """The update of a client that makes steps of AdamW; the model stays as it is."""
     before = {name: value.clone() for name, value in model.parameters().items()}
+    how = replace(ADAMW, batch_size=batch_size)
     with torch.enable_grad():
-        update = local_update_(model, sequences, [0] * len(sequences), ADAMW, seed=3)
+        update = local_update_(model, sequences, [0] * len(sequences), how, seed=3)
     load_parameters_(model, before)
     known = Knowledge(
-        learning_rate=ADAMW.learning_rate, local_steps=1, dropout=False, recipe=ADAMW.recipe
+        learning_rate=how.learning_rate,
+        local_steps=how.steps(len(sequences)),
+        dropout=False,
+        recipe=how.recipe,
     )
     return Observation(round=2, client=0, update=update, knowledge=known)
 
@@ -179,6 +183,17 @@ def test_noise_alone_is_no_text(adapted):
     attack = StatePursuit(width=4, longest=6)
     answer = attack(replace(seen, update=noise), adapted, rng=stream(0, "a"))
     assert answer.status == Status.ABSTAINED
+
+
+def test_of_several_steps_it_says_that_the_first_counts_most(adapted):
+    own = adapted.encode(["she told us that", "nobody knows it all"])
+    attack = StatePursuit(width=1, longest=4)
+    two, single = (
+        attack(sent(adapted, own, batch_size), adapted, rng=stream(0, "a")).reason
+        for batch_size in (1, 2)
+    )
+    assert "of 2 local steps the texts of the first count most" in two
+    assert "steps" not in single
 
 
 @pytest.mark.slow
