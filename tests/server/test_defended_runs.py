@@ -346,14 +346,16 @@ def test_what_defenses_did_is_readable_by_its_owner_alone(tmp_path):
         noted = json.loads(path.read_text())
         assert [told["kind"] for told in noted["defenses"]] == ["mask", "dp_sgd"]
         assert noted["events"] == [
-            Event(
-                noise_multiplier=1.0,
-                sampling_rate=1.0,
-                steps=1,
-                unit="example",
-                neighbouring="zero out one",
-                disjoint=0,
-            ).to_json()
+            dataclasses.asdict(
+                Event(
+                    noise_multiplier=1.0,
+                    sampling_rate=1.0,
+                    steps=1,
+                    unit="example",
+                    neighbouring="zero out one",
+                    disjoint=0,
+                )
+            )
         ]
 
 

@@ -208,13 +208,13 @@ def test_a_damaged_or_infinite_capture_fails_alone(run, patient, tmp_path):
     capture = run.captures.read_capture(Key(1, 1))
     tensors = {n: torch.full_like(t, math.inf) for n, t in capture.update.tensors.items()}
     run.captures.write(replace(capture, update=replace(capture.update, tensors=tensors)))
-    found = of_patient(attack(run, patient(at_once=4)))
+    found = of_patient(attack(run, patient(at_once=CLIENTS)))
     status = [found[1, client]["status"] for client in range(CLIENTS)]
     assert status == ["failed", "abstained", "recovered", "recovered", "recovered"]
     assert "is damaged" in found[1, 0]["reason"]
     assert "not every number" in found[1, 1]["reason"]
-    assert [found[1, client]["together"] for client in range(CLIENTS)] == [None, None, 2, 2, 1]
-    assert calls(tmp_path)[0] == [[1, 2], [1, 3]]
+    assert [found[1, client]["together"] for client in range(CLIENTS)] == [None, None, 3, 3, 3]
+    assert calls(tmp_path)[0] == [[1, 2], [1, 3], [1, 4]]
     assert run.rows(Lines("attempts.jsonl", dict)) == []
 
 

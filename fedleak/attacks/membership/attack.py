@@ -102,10 +102,9 @@ class Membership:
                 together[candidates.public][place] = candidates.listed
         for public, lists in together.items():
             group = [seen[place] for place in lists]
-            for place, found in zip(
-                lists, statistics(model, [*lists.values()], public, group), strict=True
-            ):
-                answers[place] = _answer(model, seen[place], lists[place], found)
+            scores = statistics(model, [*lists.values()], public, group)
+            for place, own_scores in zip(lists, scores, strict=True):
+                answers[place] = _answer(model, seen[place], lists[place], own_scores)
         return [answers[place] for place in range(len(seen))]
 
 

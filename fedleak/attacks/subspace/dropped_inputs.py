@@ -279,9 +279,9 @@ def group(atoms: Atoms, width: int, clock: Clock, tell: OnJudged) -> tuple[list[
         if marks_N[seed] or not free_N[seed]:
             continue
         index_A = free_N.nonzero()[:, 0]
-        found = _text(_only(atoms, index_A), seed, width, clock)
-        if found is not None:
-            text, members_M = found[0], index_A[found[1]]
+        spanning = _text(_only(atoms, index_A), seed, width, clock)
+        if spanning is not None:
+            text, members_M = spanning[0], index_A[spanning[1]]
             texts.append(text)
             free_N[members_M] = False
             words = [at for at in members_M if not marks_N[at]]

@@ -234,7 +234,8 @@ def guarantee(rows: Sequence[LedgerRow]) -> Guarantee | None:
     ]
     if not of_client:
         return None
-    return Guarantee.model_validate(max(of_client, key=size), from_attributes=True)
+    largest = max(of_client, key=size)
+    return Guarantee(**{name: getattr(largest, name) for name in Guarantee.model_fields})
 
 
 def defense_rows(

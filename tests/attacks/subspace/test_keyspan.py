@@ -709,7 +709,8 @@ def test_of_an_update_that_holds_no_batch_nothing_is_proved(small, observe, fami
         with_tensors(truth.seen, lambda g: torch.randn(g.shape, generator=rng)),
         with_tensors(truth.seen, lambda g: g[torch.randperm(len(g), generator=rng)].roll(1, -1)),
         observe(other, 2, max_length=LONG).seen,
-        *([] if family == "llama" else [observe(model, 2, max_length=LONG, dropout=True).seen]),
+        # What dropout left is read of encoders.
+        *([observe(model, 2, max_length=LONG, dropout=True).seen] if family == "gpt2" else []),
     ):
         answer = answer_of(model, what)
         assert "nothing proved" in answer.reason
