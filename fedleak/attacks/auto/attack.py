@@ -22,6 +22,7 @@ from fedleak.attacks.analytic.query_gradients import QueryGradients
 from fedleak.attacks.auto.budget import Pace, Reserve, share_of_spans
 from fedleak.attacks.auto.chance import FEWEST, PLACEBOS, leaves_noise, noise_of, worth
 from fedleak.attacks.auto.evidence import choose, compare
+from fedleak.attacks.auto.joint_likelihood import MOST_TEXTS
 from fedleak.attacks.auto.maximum_likelihood import MaximumLikelihood, hides_proofs
 from fedleak.attacks.auto.peeling import occurrences, peel
 from fedleak.attacks.auto.sharpening import Ids, Labelled, sharpened
@@ -44,7 +45,7 @@ Single = (
 
 ENSEMBLE: tuple[tuple[Single, str], ...] = (
     (PositionMarginals(), "reads a single text from both embeddings, in closed form"),
-    (MaximumLikelihood(), "reads a single text under noise, or in few bits, by its likelihood"),
+    (MaximumLikelihood(), "reads texts under noise, or one in few bits, by their likelihood"),
     (Keyspan(), "reads sentences from the attention of layer 1, and proves them one by one"),
     (QueryGradients(), "reads long texts of a batch, each from the gradient at one word's query"),
     (Dager(), "reads sequences from the spans of layers 1 and 2"),
@@ -150,7 +151,7 @@ class Auto(OneByOne):
     """
 
     kind: ClassVar[str] = "auto"
-    version: ClassVar[int] = 14
+    version: ClassVar[int] = 15
     slow: ClassVar[bool] = True
     uses: ClassVar[frozenset[str]] = Lamp.uses | {"noise_scale"}
     seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 120.0
@@ -271,7 +272,8 @@ class _Attempt:
         if isinstance(attack, MaximumLikelihood):
             # Where there is no noise the others prove what they read.
             known = certificate.is_linear(self._seen)
-            return single and known and hides_proofs(self._seen, self._model)
+            few = self._seen.update.num_examples <= MOST_TEXTS
+            return few and known and hides_proofs(self._seen, self._model)
         return True
 
     def _is_long(self) -> bool:
@@ -293,7 +295,9 @@ class _Attempt:
         if isinstance(attack, PositionMarginals):
             return replace(attack, seconds=self._clock.left())
         if isinstance(attack, MaximumLikelihood):
-            return replace(attack, seconds=_NOISY * self._clock.left(), prior=self._settings.prior)
+            single = self._seen.update.num_examples == 1
+            seconds = (_NOISY if single else 1.0) * self._clock.left()
+            return replace(attack, seconds=seconds, prior=self._settings.prior)
         if isinstance(attack, QueryGradients):
             return replace(attack, seconds=_LONG_TEXTS * self._share * self._clock.left())
         if not isinstance(attack, Lamp):
@@ -364,7 +368,8 @@ class _Attempt:
         """Returns the answer of the last attack, which settled the whole batch by itself."""
         *_, (kind, answer) = self.findings.answers.items()
         sequences = tuple(certificate.close(self._model, ids) for ids in self.findings.whole)
-        own = {"from": [kind] * len(sequences), "likely": [True] * len(sequences)}
+        likely = answer.diagnostics.get("likely", [True] * len(sequences))
+        own = {"from": [kind] * len(sequences), "likely": likely}
         return replace(
             answer,
             sequences=sequences,

@@ -1,4 +1,6 @@
-"""Maximum likelihood: one text of a classifier, sought by one probability of a blurred update.
+"""Maximum likelihood: texts of a classifier, sought by one probability of a blurred update.
+
+What follows is of one text. Several under noise are read together (`joint_likelihood`).
 
 Noise adds N(0, s^2) to each number of the gradient G of one text. No text uses most words, so the
 median square of the word embedding's rows is s^2, and nothing need be granted. A text x has the log
@@ -56,8 +58,10 @@ from torch import Tensor
 
 from fedleak.attacks import AttackSetting, OneByOne, Progress
 from fedleak.attacks.analytic.embedding_rows import above_noise
+from fedleak.attacks.analytic.label_counts import label_counts
 from fedleak.attacks.auto.coarseness import EXACT, Coarseness, coarseness
 from fedleak.attacks.auto.evidence import gradients_of
+from fedleak.attacks.auto.joint_likelihood import MOST_TEXTS, SIGMAS, Joint, Search, table
 from fedleak.attacks.certificate import PRECISION, as_gradient, is_linear
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.matching.batch_structure import Frame, frame
@@ -72,9 +76,6 @@ from fedleak.training.observation import Observation
 from fedleak.util.rng import stream
 
 Ids = tuple[int, ...]
-
-_SIGMAS = 3.0
-"""Standard deviations by which a chi-square may miss what is expected."""
 
 _DIRECTIONS = 100.0
 """k: directions in which wrong words move the head's input."""
@@ -180,7 +181,7 @@ class Guess(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class MaximumLikelihood(OneByOne):
-    """One text under noise or in few bits, by the likelihood of embeddings' rows and classifier.
+    """Texts under noise, or one in few bits, by their likelihood.
 
     Attributes:
         seconds: After which the most probable text so far is the answer; None: no limit.
@@ -189,6 +190,7 @@ class MaximumLikelihood(OneByOne):
     """
 
     kind: ClassVar[str] = "maximum_likelihood"
+    version: ClassVar[int] = 2
     slow: ClassVar[bool] = True
     uses: ClassVar[frozenset[str]] = frozenset({"labels", "lengths"})
     seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 30.0
@@ -212,9 +214,8 @@ class MaximumLikelihood(OneByOne):
         return None
 
     def reads(self, setting: AttackSetting) -> frozenset[str]:
-        """Reads both embeddings and what stands behind the layers."""
-        rows = {setting.family.word_embedding, setting.family.position_embedding}
-        return behind_layers(setting) | (setting.shared & rows)
+        """Reads all that is sent: of several texts every layer says which words are of one."""
+        return setting.shared
 
     def __call__(
         self,
@@ -236,18 +237,20 @@ class MaximumLikelihood(OneByOne):
     ) -> Reading:
         """Returns the answer, and whether nothing but noise is left beside it."""
         observed, around = as_gradient(seen), frame(model)
-        names = behind_layers(AttackSetting.of(seen, model))
+        names, size = behind_layers(AttackSetting.of(seen, model)), seen.update.num_examples
         noise = noise_scale(
             observed[model.family.word_embedding], [observed[name] for name in sorted(names)]
         )
-        if seen.update.num_examples > 1:
-            noise = "it reads updates of one text, and this is of more"
-        elif not is_linear(seen):
+        if not is_linear(seen):
             noise = "it reads one gradient without dropout, and this is none"
+        elif size > MOST_TEXTS:
+            noise = f"it reads at most {MOST_TEXTS} texts together, and this is of {size}"
         if isinstance(noise, str):
             return Reading(Reconstruction.none(Status.ABSTAINED, noise))
-        known = seen.knowledge.lengths
         coarse = coarseness(seen, names)
+        if size > 1:
+            return self._batch(seen, model, noise, coarse, on_progress)
+        known = seen.knowledge.lengths
         rows = evidence_of(
             rows_of(model, observed, noise, coarse), around, known[0] if known else None
         )
@@ -266,9 +269,9 @@ class MaximumLikelihood(OneByOne):
             return Reading(Reconstruction.none(Status.ABSTAINED, reason, **numbers))
         others = [guess.excess for ids, guess in search.judged.items() if ids != best.ids]
         nearest = min(others, default=None)
-        accepted = best.excess < _SIGMAS
+        accepted = best.excess < SIGMAS
         # Twice: what is left may be as far below what is expected as it may be above.
-        clear = nearest is not None and nearest > 2 * _SIGMAS + max(best.excess, 0.0)
+        clear = nearest is not None and nearest > 2 * SIGMAS + max(best.excess, 0.0)
         likely = accepted and search.compared and clear
         answer = Reconstruction(
             status=Status.RECOVERED,
@@ -282,12 +285,67 @@ class MaximumLikelihood(OneByOne):
         )
         return Reading(answer, (best.ids,), settled=likely)
 
+    def _batch(
+        self,
+        seen: Observation,
+        model: LanguageModel,
+        noise: float,
+        coarse: Coarseness,
+        on_progress: Callable[[Progress], None],
+    ) -> Reading:
+        """Returns the texts of a batch, all of them at once."""
+        observed, around, known = as_gradient(seen), frame(model), seen.knowledge
+        labels = known.labels or _labels(seen, model)
+        placed = None
+        if coarse is not EXACT:
+            reason = "of several texts it reads whole numbers under noise, and these are not whole"
+        elif labels is None:
+            reason = "the classes of the texts cannot be told: grant labels"
+        else:
+            joint = Joint(model, observed, noise, labels)
+            placed = table(joint, around, frozenset(model.special_ids()))
+            reason = f"no position's row stands out of the noise, of {noise:.2g}"
+        if placed is None:
+            return Reading(Reconstruction.none(Status.ABSTAINED, reason, noise_scale=noise))
+        prior = None if self.prior is None else priors.load(self.prior, model)
+        clock = Clock(self.seconds)
+        search = Search(model, joint, placed, around, known.lengths, prior, clock)
+        best = search.run(on_progress)
+        excess = max(best.judgement.excess, 0.0)
+        answer = Reconstruction(
+            status=Status.RECOVERED,
+            sequences=best.texts,
+            evidence=(excess,) * len(best.texts),
+            tokens=tuple(sorted({token for ids in best.texts for token in ids})),
+            diagnostics={
+                "noise_scale": noise,
+                "time_up": clock.rang,
+                "likely": [best.likely] * len(best.texts),
+                "excess": best.judgement.excess,
+                "nearest": best.nearest,
+                "score": best.judgement.score,
+                "placed": len(placed.variance),
+                "tried": len(search.excess),
+            },
+            reason=_REASONS[best.likely, best.accepted],
+        )
+        # Nobody else reads more: a sum of squares over all numbers leads astray.
+        return Reading(answer, best.texts, settled=True)
+
 
 def behind_layers(setting: AttackSetting) -> frozenset[str]:
     """Returns the parameters behind the last layer that are shared."""
     family = setting.family
     behind = (name for name in setting.shared if not name.startswith(family.layers))
     return frozenset(name for name in behind if name not in family.embeddings)
+
+
+def _labels(seen: Observation, model: LanguageModel) -> tuple[int, ...] | None:
+    """Returns the classes of a batch, as its gradient tells them."""
+    counts = label_counts(seen, model, stream(0, "labels"))
+    if counts is None:
+        return None
+    return tuple(label for label, count in enumerate(counts) for _ in range(count))
 
 
 _REASONS = {
@@ -502,7 +560,7 @@ class Head:
     def log_probability(self, excess: float) -> float:
         """Returns what a chi-square tells of a text of which other words may be wrong."""
         misfit = max(excess, 0.0) * self.spread
-        return -_DIRECTIONS / 2 * math.log(misfit + _DIRECTIONS + _SIGMAS * self.spread)
+        return -_DIRECTIONS / 2 * math.log(misfit + _DIRECTIONS + SIGMAS * self.spread)
 
 
 def _exchanged(ids: Ids, place: int, other: int) -> Ids:
@@ -590,7 +648,7 @@ class _Search:
 
     def _accepted(self, states: Iterable[Guess]) -> Guess | None:
         """Returns the best state whose chi-square is that of noise; None if there is none."""
-        fitting = [state for state in states if state.excess < _SIGMAS]
+        fitting = [state for state in states if state.excess < SIGMAS]
         return max(fitting, default=None)
 
     def _begun(self) -> set[Ids]:
