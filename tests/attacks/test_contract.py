@@ -305,7 +305,6 @@ def test_an_attack_that_does_not_say_what_it_reads_reads_all(small, observe):
         "decepticons",
         "imprint",
         "keyspan",
-        "maximum_likelihood",
         "position_marginals",
         "probes",
         "query_gradients",

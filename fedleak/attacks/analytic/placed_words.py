@@ -11,13 +11,15 @@ most pairs (sparse Bayesian learning: Tipping 2001; of many measurements: Wipf a
 They are found pair by pair (Tipping and Faul 2003). Of C without a pair, with s = h^T C^-1 h and
 q = |h^T C^-1 Y|^2 / D, the likelihood is greatest at t = (q - s) / s^2, where q > s, and the pair
 then adds D/2 (q/s - 1 - log(q/s)) nats. The best pair is entered, estimated again or taken out,
-until none adds `_ENTERS`. C has a row for each place and each word that has a pair, a few dozen.
+until none adds `_ENTERS`. Both come of the posterior of the few dozen d in C, with covariance
+Sigma and mean mu: C^-1 = I - H Sigma H^T, and of a pair in C itself s = 1/Sigma_ii - 1/t_i and
+q = |mu_i|^2 / (Sigma_ii^2 D).
 
 Nothing is granted, and the others' gradients are no noise: what other words explain of a row is
 taken out of it. Limits: a word with a small gradient has a small d; of two texts with the same word
 at the same place it sees one pair.
 
-Shapes: V words, T places, D hidden size, M words that have a pair, R = M + T rows.
+Shapes: V words, T places, D hidden size, K pairs so far.
 """
 
 import math
@@ -38,6 +40,12 @@ _WORDS = 96
 
 _MOST = 512
 """Steps, at most."""
+
+_ROUNDING = 1e-9
+"""What is not lost to rounding of a double, of quantities near 1."""
+
+_RANGE = 1e4
+"""The largest row by the noise, by their root mean squares, at most: what float64 can resolve."""
 
 Pair = tuple[int, int]
 
@@ -67,8 +75,9 @@ def placed_words(word_VD: Tensor, place_TD: Tensor, never: Collection[int]) -> P
         place_TD: Rows of places, likewise.
         never: Words that stand nowhere.
     """
-    # Double: of a strong pair 1 - t s is small.
-    word_VD, place_TD = word_VD.double(), place_TD.double()
+    largest = max(float(rows.square().mean(1).max()) for rows in (word_VD, place_TD))
+    unit = max(1.0, math.sqrt(largest) / _RANGE)
+    word_VD, place_TD = word_VD.double() / unit, place_TD.double() / unit
     alone_VT = _Rows(word_VD, place_TD, {}).gains(never)
     words = torch.unique(alone_VT.topk(min(_WORDS, len(word_VD)), dim=0).indices)
     index = {int(word): i for i, word in enumerate(words)}
@@ -83,7 +92,8 @@ def placed_words(word_VD: Tensor, place_TD: Tensor, never: Collection[int]) -> P
         if value > 0:
             variance[pair] = value
     own = {(int(words[word]), place): value for (word, place), value in variance.items()}
-    return PlacedWords(own, _Rows(word_VD, place_TD, own).gains(never))
+    gain_VT = _Rows(word_VD, place_TD, own).gains(never)
+    return PlacedWords({pair: value * unit**2 for pair, value in own.items()}, gain_VT)
 
 
 class _Rows:
@@ -95,32 +105,32 @@ class _Rows:
     """
 
     def __init__(self, word_VD: Tensor, place_TD: Tensor, variance: dict[Pair, float]) -> None:
-        self._variance, (places, self._width) = variance, place_TD.shape
-        words = sorted({word for word, _ in variance})
-        row, used = {word: i for i, word in enumerate(words)}, len(words)
-        covariance_RR = torch.eye(used + places, dtype=torch.float64)
-        for (word, place), value in variance.items():
-            both = torch.tensor([row[word], used + place])
-            covariance_RR[both[:, None], both] += value
-        inverse_RR = torch.linalg.inv(covariance_RR)
-        inverse_RR = inverse_RR.to(word_VD)
-        white_RD = inverse_RR @ torch.cat([word_VD[words], place_TD])
-        at_place_T = inverse_RR.diagonal()[used:]
-        word_white_VD = word_VD
-        sparsity_VT = (1 + at_place_T).repeat(len(word_VD), 1)
-        if words:
-            word_white_VD = word_VD.clone()
-            word_white_VD[words] = white_RD[:used]
-            sparsity_VT[words] = at_place_T + 2 * inverse_RR[:used, used:]
-            sparsity_VT[words] += inverse_RR.diagonal()[:used, None]
-        square_VT = word_white_VD.square().sum(1)[:, None] + white_RD[used:].square().sum(1)
-        quality_VT = (square_VT + 2 * word_white_VD @ white_RD[used:].T) / self._width
-        for (word, place), value in variance.items():
-            # Of the covariance without the pair itself.
-            left = 1 - value * sparsity_VT[word, place]
-            sparsity_VT[word, place] /= left
-            quality_VT[word, place] /= left**2
-        self._sparsity_VT, self._quality_VT = sparsity_VT, quality_VT
+        (words, self._width), places, pairs = word_VD.shape, len(place_TD), range(len(variance))
+        self._variance = variance
+        word_K = torch.tensor([word for word, _ in variance], dtype=torch.long)
+        place_K = torch.tensor([place for _, place in variance], dtype=torch.long)
+        precision_K = 1 / torch.tensor([*variance.values()]).to(word_VD)
+        has_word_VK = word_VD.new_zeros(words, len(pairs))
+        has_place_TK = place_TD.new_zeros(places, len(pairs))
+        has_word_VK[word_K, pairs] = has_place_TK[place_K, pairs] = 1
+        same_KK = has_word_VK.T @ has_word_VK + has_place_TK.T @ has_place_TK
+        # Of the gradients of pairs: their posterior covariance in each dimension, and mean.
+        covariance_KK = torch.linalg.inv(same_KK + precision_K.diag())
+        mean_KD = covariance_KK @ (word_VD[word_K] + place_TD[place_K])
+        # C^-1 Y is what the means leave of the rows.
+        left_VD = word_VD.index_add(0, word_K, mean_KD, alpha=-1)
+        left_TD = place_TD.index_add(0, place_K, mean_KD, alpha=-1)
+        word_VK, place_TK = has_word_VK @ covariance_KK, has_place_TK @ covariance_KK
+        explained_VT = 2 * word_VK @ has_place_TK.T + (place_TK * has_place_TK).sum(1)
+        explained_VT += (word_VK * has_word_VK).sum(1, keepdim=True)
+        self._sparsity_VT = (2 - explained_VT).clamp_min(_ROUNDING)
+        square_VT = left_VD.square().sum(1)[:, None] + left_TD.square().sum(1)
+        self._quality_VT = (square_VT + 2 * left_VD @ left_TD.T) / self._width
+        # The pairs so far: of the covariance without the pair itself.
+        variance_K = covariance_KK.diagonal()
+        self._sparsity_VT[word_K, place_K] = (1 / variance_K - precision_K).clamp_min(_ROUNDING)
+        quality_K = (mean_KD / variance_K[:, None]).square().sum(1) / self._width
+        self._quality_VT[word_K, place_K] = quality_K
 
     def gains(self, never: Collection[int]) -> Tensor:
         """Returns the nats [V, T] that each pair adds to the likelihood at its best variance."""

@@ -368,8 +368,7 @@ class _Attempt:
         """Returns the answer of the last attack, which settled the whole batch by itself."""
         *_, (kind, answer) = self.findings.answers.items()
         sequences = tuple(certificate.close(self._model, ids) for ids in self.findings.whole)
-        likely = answer.diagnostics.get("likely", [True] * len(sequences))
-        own = {"from": [kind] * len(sequences), "likely": likely}
+        own = {"from": [kind] * len(sequences), "likely": [True] * len(sequences)}
         return replace(
             answer,
             sequences=sequences,

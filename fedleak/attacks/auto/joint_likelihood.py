@@ -40,7 +40,7 @@ from torch.nn import functional as F
 
 from fedleak.attacks import Progress
 from fedleak.attacks.analytic.placed_words import PlacedWords, placed_words
-from fedleak.attacks.auto.evidence import gradients_of, weights
+from fedleak.attacks.auto.evidence import gradients_of
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.matching.batch_structure import Frame
 from fedleak.attacks.matching.factored_gradients import BatchGradients
@@ -86,6 +86,9 @@ _AT_ONCE = 32
 
 _KEPT = 256
 """Texts whose gradients are kept."""
+
+_LARGEST = 1e12
+"""A number in units of the noise, at most."""
 
 _NEVER = -1e9
 """Log probability of what cannot be."""
@@ -133,17 +136,19 @@ class Joint:
         labels: Sequence[int],
     ) -> None:
         family = model.family
-        self._model, self._noise, self.labels = model, noise, labels
+        self._model, self.labels = model, labels
+        # Clamped, so that squares of a hostile update's numbers stay finite.
+        self._in_noise = lambda value: (value.float() / noise).clamp(-_LARGEST, _LARGEST)
         self._places = str(family.position_embedding)
-        embeddings = {family.word_embedding, self._places}
-        self._names = [name for name in weights(model, observed, noise) if name not in embeddings]
+        others = family.null_parameters(observed) | {family.word_embedding, self._places}
+        self._names = [name for name in observed if name not in others]
         numbers = sum(observed[name].numel() for name in self._names)
         self._every = max(1, numbers // _NUMBERS)
         parts = [self._compared(name, observed[name][None]) for name in self._names]
         self._sizes = [part.shape[1] for part in parts]
-        self._target_X = torch.cat(parts, 1)[0] / noise
-        self.word_VD = observed[family.word_embedding].float() / noise
-        self.place_PD = observed[self._places].float() / noise
+        self._target_X = self._in_noise(torch.cat(parts, 1)[0])
+        self.word_VD = self._in_noise(observed[family.word_embedding])
+        self.place_PD = self._in_noise(observed[self._places])
         width = self.word_VD.shape[1]
         self._word_square_V = self.word_VD.square().sum(1).double()
         self._clear = set(_clear(self._word_square_V, width))
@@ -177,8 +182,10 @@ class Joint:
             place_NTD = by_name[self._places]
             assert isinstance(place_NTD, Tensor)
             for n, text in enumerate(part):
-                rows_TD = place_NTD[n, 0, : len(text[0])] / self._noise
-                self._known[text] = TextGradient(numbers_NX[n] / self._noise, rows_TD.float())
+                rows_TD = place_NTD[n, 0, : len(text[0])]
+                self._known[text] = TextGradient(
+                    self._in_noise(numbers_NX[n]), self._in_noise(rows_TD)
+                )
         return [self._known[text] for text in wanted]
 
     def _formed(self, name: str, gradient: Gradient) -> Tensor:
@@ -251,13 +258,13 @@ class Read(NamedTuple):
     Attributes:
         texts: Their tokens.
         judgement: Of them.
-        nearest: The smallest excess of other texts that were tried.
+        nearest: The smallest excess of other texts that were tried; None: there are none.
         compared: Every change of the texts was tried.
     """
 
     texts: State
     judgement: Judgement
-    nearest: float
+    nearest: float | None
     compared: bool
 
     @property
@@ -270,7 +277,8 @@ class Read(NamedTuple):
         """Whether all other texts that were tried leave clearly more."""
         # Twice: what is left may be as far below what is expected as it may be above.
         apart = 2 * SIGMAS + max(self.judgement.excess, 0.0)
-        return self.accepted and self.compared and self.nearest > apart
+        clear = self.nearest is not None and self.nearest > apart
+        return self.accepted and self.compared and clear
 
 
 def table(joint: Joint, around: Frame, special: frozenset[int]) -> PlacedWords | None:
@@ -340,7 +348,7 @@ class Search:
                 compared = judgement.excess < SIGMAS and state == best
                 state = self._disturbed(best, rng)
         others = (excess for other, excess in self.excess.items() if _bag(other) != _bag(best))
-        return Read(best, judgement, min(others, default=math.inf), compared)
+        return Read(best, judgement, min(others, default=None), compared)
 
     def _judged(self, state: State) -> Judgement:
         judgement = self.joint(state)

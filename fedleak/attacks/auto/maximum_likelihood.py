@@ -213,10 +213,6 @@ class MaximumLikelihood(OneByOne):
             return f"needs {' and '.join(sorted(missing))}, and clients send none: see update.share"
         return None
 
-    def reads(self, setting: AttackSetting) -> frozenset[str]:
-        """Reads all that is sent: of several texts every layer says which words are of one."""
-        return setting.shared
-
     def __call__(
         self,
         seen: Observation,
@@ -299,7 +295,7 @@ class MaximumLikelihood(OneByOne):
         placed = None
         if coarse is not EXACT:
             reason = "of several texts it reads whole numbers under noise, and these are not whole"
-        elif labels is None:
+        elif labels is None or len(labels) != seen.update.num_examples:
             reason = "the classes of the texts cannot be told: grant labels"
         else:
             joint = Joint(model, observed, noise, labels)
@@ -329,8 +325,7 @@ class MaximumLikelihood(OneByOne):
             },
             reason=_REASONS[best.likely, best.accepted],
         )
-        # Nobody else reads more: a sum of squares over all numbers leads astray.
-        return Reading(answer, best.texts, settled=True)
+        return Reading(answer, best.texts, settled=best.likely)
 
 
 def behind_layers(setting: AttackSetting) -> frozenset[str]:

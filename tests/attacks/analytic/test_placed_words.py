@@ -33,7 +33,7 @@ def nats(word_VD, place_TD, variance):
     return float(-0.5 * WIDTH * torch.logdet(covariance) - 0.5 * explained)
 
 
-@pytest.mark.parametrize("strength", [2.0, 5.0])
+@pytest.mark.parametrize("strength", [2.0, 5.0, 1e3, 1e9])
 def test_the_pairs_of_a_batch_are_read(strength):
     placed = placed_words(*rows(strength), never=())
     assert set(placed.variance) == set(PAIRS)
