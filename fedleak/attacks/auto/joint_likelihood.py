@@ -136,9 +136,7 @@ class Joint:
         labels: Sequence[int],
     ) -> None:
         family = model.family
-        self._model, self.labels = model, labels
-        # Clamped, so that squares of a hostile update's numbers stay finite.
-        self._in_noise = lambda value: (value.float() / noise).clamp(-_LARGEST, _LARGEST)
+        self._model, self._noise, self.labels = model, noise, labels
         self._places = str(family.position_embedding)
         others = family.null_parameters(observed) | {family.word_embedding, self._places}
         self._names = [name for name in observed if name not in others]
@@ -154,6 +152,10 @@ class Joint:
         self._clear = set(_clear(self._word_square_V, width))
         self._own = BatchGradients(model, [*self._names, self._places])
         self._known: dict[tuple[Ids, int], TextGradient] = {}
+
+    def _in_noise(self, value: Tensor) -> Tensor:
+        """Returns numbers in units of the noise, clamped: squares of a hostile update's are finite."""
+        return (value.float() / self._noise).clamp(-_LARGEST, _LARGEST)
 
     def _compared(self, name: str, value_KYX: Tensor) -> Tensor:
         """Returns the numbers [K, n] of a tensor that are compared."""
