@@ -28,9 +28,8 @@ Shapes: B texts, T places, D hidden size, V words, X numbers of all tensors that
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -41,6 +40,7 @@ from torch.nn import functional as F
 from fedleak.attacks import Progress
 from fedleak.attacks.analytic.placed_words import PlacedWords, placed_words
 from fedleak.attacks.auto.evidence import gradients_of
+from fedleak.attacks.auto.pooled_span import SIGMAS, PooledSpan
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.matching.batch_structure import Frame
 from fedleak.attacks.matching.factored_gradients import BatchGradients
@@ -56,9 +56,6 @@ Change = Mapping[int, Ids]
 
 MOST_TEXTS = 8
 """Texts of a batch, at most: a place has changes for each pair of them."""
-
-SIGMAS = 3.0
-"""Standard deviations by which a chi-square may miss what is expected."""
 
 _STANDS_OUT = 5.0
 """Standard deviations by which a row that was used is larger than noise."""
@@ -152,9 +149,10 @@ class Joint:
         self._clear = set(_clear(self._word_square_V, width))
         self._own = BatchGradients(model, [*self._names, self._places])
         self._known: dict[tuple[Ids, int], TextGradient] = {}
+        self._judged: dict[State, Judgement] = {}
 
     def _in_noise(self, value: Tensor) -> Tensor:
-        """Returns numbers in units of the noise, clamped: squares of a hostile update's are finite."""
+        """Returns numbers in units of the noise, clamped so that squares are finite."""
         return (value.float() / self._noise).clamp(-_LARGEST, _LARGEST)
 
     def _compared(self, name: str, value_KYX: Tensor) -> Tensor:
@@ -203,17 +201,23 @@ class Joint:
         """Returns the gradients of a state's texts."""
         return self.gradients(zip(state, self.labels, strict=True))
 
-    def left(self, state: State) -> tuple[Tensor, Tensor]:
-        """Returns what a state leaves of the rows of words [V, D] and of places [P, D]."""
+    def left(self, texts: Mapping[int, Ids]) -> tuple[Tensor, Tensor]:
+        """Returns what texts, by their number, leave of the rows of words and of places."""
         word_VD, place_PD = self.word_VD.clone(), self.place_PD.clone()
-        for ids, gradient in zip(state, self.of(state), strict=True):
-            share_TD = gradient.place_TD / len(state)
+        gradients = self.gradients((ids, self.labels[i]) for i, ids in texts.items())
+        for ids, gradient in zip(texts.values(), gradients, strict=True):
+            share_TD = gradient.place_TD / len(self.labels)
             place_PD[: len(ids)] -= share_TD
             word_VD.index_add_(0, torch.tensor(ids, device=word_VD.device), -share_TD)
         return word_VD, place_PD
 
     def __call__(self, state: State) -> Judgement:
         """Judges a state."""
+        if state not in self._judged:
+            self._judged[state] = self._judge(state)
+        return self._judged[state]
+
+    def _judge(self, state: State) -> Judgement:
         gradients, width = self.of(state), self.word_VD.shape[1]
         left_X = self._target_X.clone()
         for gradient in gradients:
@@ -254,51 +258,25 @@ def _clear(square_R: Tensor, width: int) -> list[int]:
     return rows
 
 
-class Read(NamedTuple):
-    """The texts of a batch.
-
-    Attributes:
-        texts: Their tokens.
-        judgement: Of them.
-        nearest: The smallest excess of other texts that were tried; None: there are none.
-        compared: Every change of the texts was tried.
-    """
-
-    texts: State
-    judgement: Judgement
-    nearest: float | None
-    compared: bool
-
-    @property
-    def accepted(self) -> bool:
-        """Whether the texts leave what noise leaves."""
-        return self.judgement.excess < SIGMAS
-
-    @property
-    def likely(self) -> bool:
-        """Whether all other texts that were tried leave clearly more."""
-        # Twice: what is left may be as far below what is expected as it may be above.
-        apart = 2 * SIGMAS + max(self.judgement.excess, 0.0)
-        clear = self.nearest is not None and self.nearest > apart
-        return self.accepted and self.compared and clear
-
-
-def table(joint: Joint, around: Frame, special: frozenset[int]) -> PlacedWords | None:
+def table(
+    word_VD: Tensor, place_PD: Tensor, around: Frame, special: frozenset[int]
+) -> PlacedWords | None:
     """Returns which word stands where; None if noise hides all places.
 
     Args:
-        joint: Has the rows.
+        word_VD: Rows of words, in units of the noise.
+        place_PD: Rows of places, likewise.
         around: Marks that begin and end a text.
         special: Marks.
     """
-    width = joint.place_PD.shape[1]
-    used, first = _clear(joint.place_PD.square().sum(1).double(), width), len(around.first)
+    width = place_PD.shape[1]
+    used, first = _clear(place_PD.square().sum(1).double(), width), len(around.first)
     if max(used, default=-1) < first:
         return None
-    places = min(max(used) + 1 + _LONGER, len(joint.place_PD))
+    places = min(max(used) + 1 + _LONGER, len(place_PD))
     # The first mark of the end tells where a text ends.
     never = special - {*around.last[:1]}
-    placed = placed_words(joint.word_VD, joint.place_PD[first:places], never)
+    placed = placed_words(word_VD, place_PD[first:places], never)
     moved = {(word, place + first): value for (word, place), value in placed.variance.items()}
     return PlacedWords(moved, F.pad(placed.gain_VT, (first, 0)))
 
@@ -310,29 +288,28 @@ class Search:
     Attributes:
         model: At the broadcast weights.
         joint: Judges states.
+        span: Judges texts, if it sees anything.
         placed: Which word stands where.
         around: Marks that begin and end a text.
         lengths: Of the texts, if they are known.
         prior: Of what stands behind a beginning; None: all words are alike.
         clock: Of the time that it may take.
-        excess: Of each state that was judged.
     """
 
     model: LanguageModel
     joint: Joint
+    span: PooledSpan
     placed: PlacedWords
     around: Frame
     lengths: Sequence[int] | None
     prior: Prior | None
     clock: Clock
-    excess: dict[State, float] = field(default_factory=dict)
 
-    def run(self, on_progress: Callable[[Progress], None]) -> Read:
-        """Returns the texts that explain the update best."""
-        state = self._begun()
-        best, judgement = state, self._judged(state)
-        compared, sweep = False, 0
-        while not (compared or self.clock.up()):
+    def run(self, state: State, on_progress: Callable[[Progress], None]) -> State:
+        """Returns the texts that explain the update best, beginning with some."""
+        best, judgement = state, self.joint(state)
+        stalled, sweep = False, 0
+        while not ((stalled and judgement.excess < SIGMAS) or self.clock.up()):
             before, sweep = state, sweep + 1
             rng = stream(sweep, "places")
             places = self.placed.gain_VT.shape[1]
@@ -341,39 +318,48 @@ class Search:
             for step, index in enumerate(self.clock.paced(order)):
                 state = self._improved(state, index + len(self.around.first))
                 visited += 1
-                excess = self.excess[state]
                 text = self.model.decode(state[step % len(state)])
+                excess = self.joint(state).excess
                 on_progress(Progress(step, len(order), excess, text, f"sweep {sweep}"))
-            if (now := self._judged(state)).score > judgement.score:
+            if (now := self.joint(state)).score > judgement.score:
                 best, judgement = state, now
             if state == before and visited == len(order):
-                compared = judgement.excess < SIGMAS and state == best
+                stalled = state == best
                 state = self._disturbed(best, rng)
-        others = (excess for other, excess in self.excess.items() if _bag(other) != _bag(best))
-        return Read(best, judgement, min(others, default=None), compared)
-
-    def _judged(self, state: State) -> Judgement:
-        judgement = self.joint(state)
-        self.excess[state] = judgement.excess
-        return judgement
+        return best
 
     def _improved(self, state: State, place: int) -> State:
         """Returns a state after the best change at a place, or as it is."""
-        changes = [*self._changes(state, place)]
+        changes = self._possible(state, [*self._changes(state, place)])
         changed = [tuple(change.get(i, ids) for i, ids in enumerate(state)) for change in changes]
         self.joint.gradients(
             (ids, self.joint.labels[i]) for change in changes for i, ids in change.items()
         )
-        best, score = state, self._judged(state).score
+        best, score = state, self.joint(state).score
         for other in changed:
-            if (now := self._judged(other).score) > score:
+            if (now := self.joint(other).score) > score:
                 best, score = other, now
         return best
+
+    def _possible(self, state: State, changes: Sequence[Change]) -> list[Change]:
+        """Returns the changes of which no text leaves the span in which the one before it is."""
+        if not self.span:
+            return [*changes]
+        self.span.of([ids for change in changes for ids in change.values()])
+        most = [
+            2 * SIGMAS + max(fit.excess, 0.0) if fit.excess < SIGMAS else math.inf
+            for fit in self.span.of(state)
+        ]
+        return [
+            change
+            for change in changes
+            if all(self.span.of([ids])[0].excess <= most[i] for i, ids in change.items())
+        ]
 
     def _changes(self, state: State, place: int) -> Iterator[Change]:
         """Yields the changes at a place that are worth a try."""
         last = self.around.last
-        word_VD, place_PD = self.joint.left(state)
+        word_VD, place_PD = self.joint.left(dict(enumerate(state)))
         here = {ids[place] for ids in state if place < len(ids)}
         # What is left of both rows points to a word that no text has there.
         pointed_V = self._allowed(word_VD @ place_PD[place])
@@ -446,39 +432,6 @@ class Search:
                 state = tuple(change.get(i, ids) for i, ids in enumerate(state))
         return state
 
-    def _begun(self) -> State:
-        """Returns texts made of the table, the prior choosing among its words."""
-        first, last = self.around
-        ends = self._ends()
-        texts = [list(first) for _ in ends]
-        for place in range(len(first), max(ends)):
-            words = self._words_at(place)
-            for text, end in zip(texts, ends, strict=True):
-                if place >= end:
-                    continue
-                expected_V = self._next(tuple(text))
-                if words:
-                    text.append(max(words, key=lambda word: float(expected_V[word])))
-                    words.remove(text[-1])
-                else:
-                    table_V = self.placed.gain_VT[:, place].to(expected_V).clamp_max(_TABLE)
-                    text.append(int(self._allowed(expected_V + table_V).argmax()))
-        return tuple((*text, *last) for text in texts)
-
-    def _ends(self) -> list[int]:
-        """Returns where the words of each text end."""
-        first, last, size = len(self.around.first), self.around.last, len(self.joint.labels)
-        if self.lengths is not None:
-            return [length - len(last) for length in self.lengths]
-        placed = sorted(place for _, place in self.placed.variance)
-        marks = [place for word, place in self.placed.variance if last and word == last[0]]
-        longest = max([*placed, first]) + 1
-        ends = sorted(marks, reverse=True)[:size]
-        if len(ends) < size and longest > max(ends, default=0):
-            ends.append(min(longest, self.placed.gain_VT.shape[1] - len(last)))
-        # Of the others half of their words is as good a guess as any.
-        return sorted(ends + [max(longest // 2, first + 1)] * (size - len(ends)))
-
     def _words_at(self, place: int) -> list[int]:
         """Returns the words that the table has at a place, without marks."""
         return [word for word in self.placed.at(place) if word not in self._special]
@@ -498,7 +451,3 @@ class Search:
     @cached_property
     def _special(self) -> frozenset[int]:
         return frozenset(self.model.special_ids())
-
-
-def _bag(state: State) -> Counter[Ids]:
-    return Counter(state)

@@ -61,7 +61,9 @@ from fedleak.attacks.analytic.embedding_rows import above_noise
 from fedleak.attacks.analytic.label_counts import label_counts
 from fedleak.attacks.auto.coarseness import EXACT, Coarseness, coarseness
 from fedleak.attacks.auto.evidence import gradients_of
-from fedleak.attacks.auto.joint_likelihood import MOST_TEXTS, SIGMAS, Joint, Search, table
+from fedleak.attacks.auto.joint_likelihood import MOST_TEXTS, Joint, Search, table
+from fedleak.attacks.auto.pooled_span import SIGMAS, PooledSpan
+from fedleak.attacks.auto.text_by_text import TextSearch
 from fedleak.attacks.certificate import PRECISION, as_gradient, is_linear
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.matching.batch_structure import Frame, frame
@@ -104,6 +106,9 @@ at a place; texts of them that the prior reads whole; words that must be rejecte
 
 _AT_ONCE = 32
 """Texts of a forward pass."""
+
+_LAST = 0.2
+"""Share of the time of a search for several texts that is kept for what is likely of them."""
 
 _FREE = 0.01
 """Share of the numbers that rounding may put outside their bounds, by its standard deviation."""
@@ -299,33 +304,44 @@ class MaximumLikelihood(OneByOne):
             reason = "the classes of the texts cannot be told: grant labels"
         else:
             joint = Joint(model, observed, noise, labels)
-            placed = table(joint, around, frozenset(model.special_ids()))
+            special = frozenset(model.special_ids())
+            placed = table(joint.word_VD, joint.place_PD, around, special)
             reason = f"no position's row stands out of the noise, of {noise:.2g}"
         if placed is None:
             return Reading(Reconstruction.none(Status.ABSTAINED, reason, noise_scale=noise))
         prior = None if self.prior is None else priors.load(self.prior, model)
-        clock = Clock(self.seconds)
-        search = Search(model, joint, placed, around, known.lengths, prior, clock)
-        best = search.run(on_progress)
-        excess = max(best.judgement.excess, 0.0)
+        clock, span = (
+            Clock(self.seconds),
+            PooledSpan(model, observed, noise, seen.update.num_examples),
+        )
+        half = clock.part(2)
+        alone = TextSearch(model, joint, span, placed, around, known.lengths, prior, half)
+        texts = alone.run(on_progress)
+        likely = alone.likely(texts, clock)
+        if not all(likely):
+            until = clock.before(_LAST * clock.left())
+            together = Search(model, joint, span, placed, around, known.lengths, prior, until)
+            texts = together.run(texts, on_progress)
+            likely = alone.likely(texts, clock)
+        judgement = joint(texts)
+        excess = max(judgement.excess, 0.0)
         answer = Reconstruction(
             status=Status.RECOVERED,
-            sequences=best.texts,
-            evidence=(excess,) * len(best.texts),
-            tokens=tuple(sorted({token for ids in best.texts for token in ids})),
+            sequences=texts,
+            evidence=(excess,) * len(texts),
+            tokens=tuple(sorted({token for ids in texts for token in ids})),
             diagnostics={
                 "noise_scale": noise,
-                "time_up": clock.rang,
-                "likely": [best.likely] * len(best.texts),
-                "excess": best.judgement.excess,
-                "nearest": best.nearest,
-                "score": best.judgement.score,
+                "time_up": clock.rang or half.rang,
+                "likely": likely,
+                "excess": judgement.excess,
+                "score": judgement.score,
                 "placed": len(placed.variance),
-                "tried": len(search.excess),
+                "found": len(alone.found),
             },
-            reason=_REASONS[best.likely, best.accepted],
+            reason=_REASONS[all(likely), judgement.excess < SIGMAS],
         )
-        return Reading(answer, best.texts, settled=best.likely)
+        return Reading(answer, texts, settled=all(likely))
 
 
 def behind_layers(setting: AttackSetting) -> frozenset[str]:

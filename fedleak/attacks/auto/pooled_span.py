@@ -1,0 +1,183 @@
+"""Pooled span: whether a text is in a batch under noise, whatever the other texts are.
+
+The loss of a classifier sees a text through one token: the first of an encoder, the last of a
+decoder. So in the last block, behind the attention, a weight's gradient is `sum_b delta_b x_b^T`
+with one input x_b of each text: of rank B, and the x_b are in the span of its rows. Without noise
+`dager` tests inputs of attention so. Here the text as a whole is tested, in one forward pass, and
+neither its label nor its share of the update matters.
+
+**Noise.** Of G = S + noise of variance s^2 [m, n], a singular value a of S is seen if it is above
+s (mn)^(1/4). Then G has the singular value b with `b^2 = (a^2 + m s^2)(a^2 + n s^2) / a^2`, and the
+cosine of its right singular vector with that of S is
+`cos^2 = (a^4 - m n s^4) / (a^2 (a^2 + n s^2))` (Benaych-Georges and Nadakuditi 2012, section 3.1).
+So of a text of the batch |x|^2 - sum (v_i x)^2, which it leaves outside of the r vectors v_i that
+are seen, is u times a chi-square of n - r, with u = sum (v_i x)^2 tan_i^2 / (n - r).
+
+**Score.** Let E be what is left less u (n - r). What wrong words leave is no noise: if it is
+Gaussian of unknown size in k directions, its log probability is -k/2 log E. So a weight adds
+`-k/2 log(E + (k + 3 sqrt(2 (n - r))) u)`. The better a text is determined, the more it scores.
+
+Limits: one gradient of a classifier, no dropout. Of B texts only as many directions as stand out
+of the noise are seen: a text that points elsewhere is not told.
+
+Shapes: N texts, T tokens, D hidden size, V words, n inputs of a weight and m outputs, R directions.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fedleak.models import LanguageModel, pad
+
+Ids = tuple[int, ...]
+
+_DIRECTIONS = 100.0
+"""k: directions in which wrong words move an input."""
+
+SIGMAS = 3.0
+"""Standard deviations by which a chi-square may miss what is expected."""
+
+_CLEAR = 1.02
+"""Times what the noise alone has, as a singular value of a direction that is seen."""
+
+_FEWEST = 2
+"""Directions below which a weight says nothing: one is shared by all texts of a language."""
+
+_AT_ONCE = 32
+"""Texts of a forward pass."""
+
+
+class Fit(NamedTuple):
+    """How well a text fits into the span.
+
+    Attributes:
+        score: Its log probability, up to a constant.
+        excess: The chi-square of what it leaves, in standard deviations from its mean.
+    """
+
+    score: float
+    excess: float
+
+
+class Directions(NamedTuple):
+    """What is seen of the span of a weight's inputs.
+
+    Attributes:
+        vector_RX: Right singular vectors.
+        tangent_R: The squared tangent of the angle by which noise turned each.
+    """
+
+    vector_RX: Tensor
+    tangent_R: Tensor
+
+
+def directions(gradient_YX: Tensor, noise: float, most: int) -> Directions:
+    """Returns the directions that stand out of the noise.
+
+    Args:
+        gradient_YX: A weight's gradient, outputs first.
+        noise: Standard deviation of the noise.
+        most: Texts of the batch.
+    """
+    m, n = gradient_YX.shape
+    _, value_R, vector_RX = torch.linalg.svd(gradient_YX.double() / noise, full_matrices=False)
+    value_R = value_R[:most]
+    seen = int((value_R > _CLEAR * (math.sqrt(m) + math.sqrt(n))).sum())
+    middle_R = (value_R[:seen].square() - m - n) / 2
+    square_R = middle_R + (middle_R.square() - m * n).sqrt()
+    cos2_R = (square_R.square() - m * n) / (square_R * (square_R + n))
+    return Directions(vector_RX[:seen].float(), (1 / cos2_R - 1).float())
+
+
+class PooledSpan:
+    """Tells texts of a batch from others.
+
+    Args:
+        model: At the broadcast weights.
+        observed: The mean gradient by parameter name.
+        noise: Its standard deviation.
+        size: Texts of the batch.
+    """
+
+    def __init__(
+        self, model: LanguageModel, observed: Mapping[str, Tensor], noise: float, size: int
+    ) -> None:
+        self._model, self._known = model, dict[Ids, Fit]()
+        self._parts: dict[nn.Module, Directions] = {}
+        of_last = model.family.modules(model.num_layers - 1)
+        for name in (name for letter in "ofp" for name in of_last.get(letter, ())):
+            if name not in observed:
+                continue
+            module = model.module.get_submodule(name.removesuffix(".weight"))
+            # A Conv1D has inputs first.
+            gradient = observed[name] if isinstance(module, nn.Linear) else observed[name].T
+            seen = directions(gradient, noise, size)
+            if len(seen.tangent_R) >= _FEWEST:
+                self._parts[module] = seen
+
+    def __bool__(self) -> bool:
+        """Whether anything is seen."""
+        return bool(self._parts)
+
+    def of(self, texts: Sequence[Ids]) -> list[Fit]:
+        """Returns how well texts fit."""
+        new = sorted({*texts} - self._known.keys(), key=lambda ids: (len(ids), ids))
+        for start in range(0, len(new), _AT_ONCE):
+            part = new[start : start + _AT_ONCE]
+            ids_NT, mask_NT = pad(part, self._model.tokenizer.pad_token_id, self._model.device)
+            with torch.no_grad():
+                score_N, excess_N = self._judged(mask_NT, ids_BT=ids_NT, embeds_BTD=None)
+            fits = map(Fit, score_N.tolist(), excess_N.tolist())
+            self._known |= dict(zip(part, fits, strict=True))
+        return [self._known[ids] for ids in texts]
+
+    def slopes(self, ids: Ids) -> Tensor:
+        """Returns by how much the score rises [T, V] to first order if a word is another one."""
+        table_VD = self._model.module.get_parameter(self._model.family.word_embedding).detach()
+        x_TD = table_VD[list(ids)]
+        with torch.enable_grad():
+            x_1TD = x_TD[None].clone().requires_grad_()
+            mask_1T = torch.ones(x_1TD.shape[:2], dtype=torch.long, device=x_TD.device)
+            score_1, _ = self._judged(mask_1T, ids_BT=None, embeds_BTD=x_1TD)
+            (slope_1TD,) = torch.autograd.grad(score_1.sum(), x_1TD)
+        rises_TV: Tensor = slope_1TD[0] @ table_VD.T
+        return rises_TV - (slope_1TD[0] * x_TD).sum(1, keepdim=True)
+
+    def _judged(self, mask_NT: Tensor, **given: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns scores and excesses [N]."""
+        with self._listening() as heard:
+            self._model.family.logits(self._model.module, mask_NT, **given)
+        pooled_N = (
+            mask_NT.sum(1) - 1 if self._model.family.causal else mask_NT.new_zeros(len(mask_NT))
+        )
+        score_N, excess_N, free = mask_NT.new_zeros(1).float(), mask_NT.new_zeros(1).float(), 0
+        for module, (vector_RX, tangent_R) in self._parts.items():
+            x_NX = heard[module][torch.arange(len(mask_NT)), pooled_N]
+            square_NR = (x_NX @ vector_RX.T).square()
+            n = x_NX.shape[1] - len(tangent_R)
+            left_N = x_NX.square().sum(1) - square_NR.sum(1)
+            variance_N = (square_NR @ tangent_R) / n
+            room = _DIRECTIONS + SIGMAS * math.sqrt(2 * n)
+            more_N = (left_N - n * variance_N).clamp_min(0) + room * variance_N
+            score_N = score_N - _DIRECTIONS / 2 * more_N.log()
+            excess_N, free = excess_N + left_N / variance_N - n, free + n
+        return score_N, excess_N / math.sqrt(2 * max(free, 1))
+
+    @contextmanager
+    def _listening(self) -> Iterator[dict[nn.Module, Tensor]]:
+        """Keeps what goes into the weights."""
+        heard: dict[nn.Module, Tensor] = {}
+
+        def hear(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+            heard[module] = inputs[0]
+
+        hooks = [module.register_forward_pre_hook(hear) for module in self._parts]
+        try:
+            yield heard
+        finally:
+            for hook in hooks:
+                hook.remove()
