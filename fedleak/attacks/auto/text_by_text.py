@@ -27,7 +27,7 @@ from fedleak.models import LanguageModel, pad
 from fedleak.models.prior import Prior
 from fedleak.util.rng import stream
 
-_TABLE = 20.0
+_TABLE = 8.0
 """Nats that the table says of a word, at most."""
 
 _NEAR, _FAR, _EXPECTED = 4, 12, 4
@@ -60,7 +60,7 @@ class TextSearch:
         prior: Of language; None: all words are alike.
         clock: Of the time that it may take.
         found: The texts that leave what noise leaves, by their number in the batch.
-        tried: The total of each text that a climb ended in.
+        tried: The excess of each text that a climb ended in.
     """
 
     model: LanguageModel
@@ -77,23 +77,55 @@ class TextSearch:
     _of_placed: PlacedWords | None = None
 
     def run(self, on_progress: Callable[[Progress], None]) -> State:
-        """Returns a text for each of the batch: found, nearly found, or made of the table."""
+        """Returns a text for each of the batch."""
+        if not self.span:
+            return self._all()
         size, begun = len(self.joint.labels), 0
-        since = 0
-        while self.span and len(self.found) < size and not self.clock.up():
+        while len(self.found) < size and not self.clock.up():
             ends = self._ends()
-            if since == _ROUNDS * len(ends):
-                break
-            text = self._climbed(self._begun(ends[since % len(ends)], f"text {begun}"), begun)
-            begun, since = begun + 1, since + 1
-            excess = self._excess(text)
-            on_progress(Progress(begun, size, excess, self.model.decode(text), "text by text"))
-            if excess < SIGMAS and text not in self.found.values():
-                self._take(text)
-                since = 0
-            else:
-                self.tried[text] = self._total(text)
-        return self._all()
+            for end in self.clock.paced(ends):
+                text = self._climbed(self._begun(end, f"text {begun}"), begun)
+                begun += 1
+                self.tried[text] = excess = self._excess(text)
+                shown = self.model.decode(text)
+                on_progress(Progress(begun, size, excess, shown, "text by text"))
+                if excess < SIGMAS and text not in self.found.values():
+                    break
+            rest = [ids for ids in self.tried if ids not in self.found.values()]
+            accepted = [ids for ids in rest if self.tried[ids] < SIGMAS]
+            if accepted or rest:
+                self._take(accepted[0] if accepted else max(rest, key=self._explained))
+        state = self._all()
+        before: State | None = None
+        while state != before and not self.clock.up():
+            before = state
+            for number in self.clock.paced(range(size)):
+                state = self._again(state, number)
+        return state
+
+    def _again(self, state: State, number: int) -> State:
+        """Returns a state after one text was sought beside the others."""
+        others = {i: ids for i, ids in enumerate(state) if i != number}
+        rest = table(*self.joint.left(others), self.around, self._special)
+        if rest is None:
+            return state
+        self.found, self.placed = others, rest
+        begun = [state[number], *(self._begun(end, None) for end in self._ends()[-1:])]
+        for ids in begun:
+            text = self._climbed(ids, number)
+            other = (*state[:number], text, *state[number + 1 :])
+            if self.joint(other).score > self.joint(state).score:
+                state = other
+        return state
+
+    def _explained(self, text: Ids) -> float:
+        """Returns by how much a text lowers the squares of the rows, beside those found."""
+        number = next(i for i in range(len(self.joint.labels)) if i not in self.found)
+        squares = [
+            sum(float(rows.square().sum()) for rows in self.joint.left(texts))
+            for texts in (self.found, {**self.found, number: text})
+        ]
+        return squares[0] - squares[1]
 
     def likely(self, state: State, clock: Clock) -> list[bool]:
         """Returns of which texts it is likely that they are in the batch.
@@ -139,12 +171,12 @@ class TextSearch:
         rest = table(*self.joint.left(self.found), self.around, self._special)
         if rest is not None:
             self.placed = rest
-        self.tried = {ids: self._total(ids) for ids in self.tried}
 
     def _all(self) -> State:
         """Returns a text for each number of the batch."""
         size, state = len(self.joint.labels), dict(self.found)
-        nearly = sorted(self.tried, key=self.tried.__getitem__)
+        rest = [ids for ids in self.tried if ids not in self.found.values()]
+        nearly = sorted(rest, key=self._total)
         ends = self._ends()
         taken: set[tuple[int, int]] = set()
         for number in (i for i in range(size) if i not in state):
