@@ -78,6 +78,9 @@ _TABLE, _POINTED = 20.0, 20.0
 _LONGER = 3
 """Tokens by which a text may end behind the last place that stands out of the noise."""
 
+_SWEEPS = 200
+"""Sweeps over all places, at most."""
+
 _AT_ONCE = 32
 """Texts of a forward pass."""
 

@@ -337,7 +337,6 @@ class MaximumLikelihood(OneByOne):
                 "excess": judgement.excess,
                 "score": judgement.score,
                 "placed": len(placed.variance),
-                "found": len(alone.found),
             },
             reason=_REASONS[all(likely), judgement.excess < SIGMAS],
         )

@@ -47,6 +47,9 @@ _CLEAR = 1.02
 _FEWEST = 2
 """Directions below which a weight says nothing: one is shared by all texts of a language."""
 
+_ROUNDING = 1e-5
+"""Share of an input that a forward pass loses, with room."""
+
 _AT_ONCE = 32
 """Texts of a forward pass."""
 
@@ -124,7 +127,9 @@ class PooledSpan:
         return bool(self._parts)
 
     def of(self, texts: Sequence[Ids]) -> list[Fit]:
-        """Returns how well texts fit."""
+        """Returns how well texts fit: all alike where nothing is seen."""
+        if not self:
+            return [Fit(0.0, 0.0)] * len(texts)
         new = sorted({*texts} - self._known.keys(), key=lambda ids: (len(ids), ids))
         for start in range(0, len(new), _AT_ONCE):
             part = new[start : start + _AT_ONCE]
@@ -157,15 +162,16 @@ class PooledSpan:
         score_N, excess_N, free = mask_NT.new_zeros(1).float(), mask_NT.new_zeros(1).float(), 0
         for module, (vector_RX, tangent_R) in self._parts.items():
             x_NX = heard[module][torch.arange(len(mask_NT)), pooled_N]
-            square_NR = (x_NX @ vector_RX.T).square()
+            inside_NR = x_NX @ vector_RX.T
             n = x_NX.shape[1] - len(tangent_R)
-            left_N = x_NX.square().sum(1) - square_NR.sum(1)
-            variance_N = (square_NR @ tangent_R) / n
+            left_N = (x_NX - inside_NR @ vector_RX).square().sum(1)
+            lost_N = (_ROUNDING * x_NX).square().sum(1)
+            variance_N = (inside_NR.square() @ tangent_R + lost_N) / n
             room = _DIRECTIONS + SIGMAS * math.sqrt(2 * n)
             more_N = (left_N - n * variance_N).clamp_min(0) + room * variance_N
             score_N = score_N - _DIRECTIONS / 2 * more_N.log()
             excess_N, free = excess_N + left_N / variance_N - n, free + n
-        return score_N, excess_N / math.sqrt(2 * max(free, 1))
+        return score_N, excess_N / math.sqrt(2 * free)
 
     @contextmanager
     def _listening(self) -> Iterator[dict[nn.Module, Tensor]]:

@@ -4,13 +4,15 @@ Two things judge a text alone: the span of what reaches the loss (`pooled_span`)
 which word stands where (`placed_words`); a prior says what is language. A text begins as words of
 the table that the prior chooses among, and is climbed: at each place in random order the best of
 other words, a word more or less, or an end is taken; where that helps no more, words that the
-slope of the score points to, and pairs of words of the table. A text that leaves what noise leaves
-is found. Its gradient is taken out of both embeddings' rows, so that the table of the rest is made
-anew, and shorter.
+slope of the score points to, and pairs of words of the table. A text that leaves what noise leaves,
+or else the one of a few that explains most of the rows, is taken: its gradient goes out of both
+embeddings' rows, and the table of the rest is made anew, and shorter. When all are taken, each is
+sought once more beside the others.
 
 Shapes: T places, V words.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -39,9 +41,6 @@ _POINTED, _PAIRS = 64, 200
 _READ, _APART = 4, 30.0
 """Changes of a group that the prior reads, and nats below the text at which it reads none."""
 
-_ROUNDS = 3
-"""Times that a text is begun for each end without success, at most."""
-
 _NEVER = -1e9
 """Log probability of what cannot be."""
 
@@ -54,13 +53,13 @@ class TextSearch:
         model: At the broadcast weights.
         joint: Has the rows, and the classes of the texts.
         span: Judges texts.
-        placed: Which word stands where, beside the texts that are found.
+        placed: Which word stands where, beside the texts that are taken.
         around: Marks that begin and end a text.
         lengths: Of the texts, if they are known.
         prior: Of language; None: all words are alike.
         clock: Of the time that it may take.
-        found: The texts that leave what noise leaves, by their number in the batch.
-        tried: The excess of each text that a climb ended in.
+        taken: Texts that are taken out of the rows, by their number in the batch.
+        climbed: The texts that climbs ended in.
     """
 
     model: LanguageModel
@@ -71,61 +70,77 @@ class TextSearch:
     lengths: Sequence[int] | None
     prior: Prior | None
     clock: Clock
-    found: dict[int, Ids] = field(default_factory=dict)
-    tried: dict[Ids, float] = field(default_factory=dict)
+    taken: dict[int, Ids] = field(default_factory=dict)
+    climbed: list[Ids] = field(default_factory=list)
     _nll: dict[Ids, float] = field(default_factory=dict)
     _of_placed: PlacedWords | None = None
 
     def run(self, on_progress: Callable[[Progress], None]) -> State:
         """Returns a text for each of the batch."""
-        if not self.span:
-            return self._all()
-        size, begun = len(self.joint.labels), 0
-        while len(self.found) < size and not self.clock.up():
-            ends = self._ends()
-            for end in self.clock.paced(ends):
-                text = self._climbed(self._begun(end, f"text {begun}"), begun)
-                begun += 1
-                self.tried[text] = excess = self._excess(text)
-                shown = self.model.decode(text)
-                on_progress(Progress(begun, size, excess, shown, "text by text"))
-                if excess < SIGMAS and text not in self.found.values():
-                    break
-            rest = [ids for ids in self.tried if ids not in self.found.values()]
-            accepted = [ids for ids in rest if self.tried[ids] < SIGMAS]
-            if accepted or rest:
-                self._take(accepted[0] if accepted else max(rest, key=self._explained))
-        state = self._all()
-        before: State | None = None
-        while state != before and not self.clock.up():
+        size = len(self.joint.labels)
+        while self.span and len(self.taken) < size and not self.clock.up():
+            self._take_next(on_progress)
+        state, before = self._all(), None
+        while self.span and state != before and not self.clock.up():
             before = state
             for number in self.clock.paced(range(size)):
                 state = self._again(state, number)
         return state
 
+    def _take_next(self, on_progress: Callable[[Progress], None]) -> None:
+        """Takes the next text out of the rows: one that is accepted, or that explains most."""
+        climbed: list[Ids] = []
+        for end in self.clock.paced(self._ends()):
+            number = len(self.climbed) + len(climbed)
+            text = self._climbed(self._begun(end, f"text {number}"), number)
+            climbed.append(text)
+            excess, shown = self._excess(text), self.model.decode(text)
+            on_progress(Progress(number, len(self.joint.labels), excess, shown, "text by text"))
+            if excess < SIGMAS and text not in self.taken.values():
+                break
+        else:
+            # Each text may be there twice.
+            others = [ids for ids in self.climbed if ids not in self.taken.values()]
+            climbed.sort(key=self._left_by, reverse=True)
+            climbed.append(min([*others, *climbed], key=self._left_by))
+        self.climbed += climbed
+        if climbed:
+            self._take(climbed[-1])
+
+    def _take(self, text: Ids) -> None:
+        """Takes a text out of the rows."""
+        _, number = self._left_by(text)
+        self.taken[number] = text
+        rest = table(*self.joint.left(self.taken), self.around, self._special)
+        self.placed = self.placed if rest is None else rest
+
+    def _left_by(self, text: Ids) -> tuple[float, int]:
+        """Returns by how much a text raises the squares of its words' rows, and at which number.
+
+        A text of the wrong class doubles its words' rows. (Rows of places do not tell: what all
+        texts share is most of them.)
+        """
+        words = [*{*text} - self._special]
+        numbers = [i for i in range(len(self.joint.labels)) if i not in self.taken]
+        of_class = {self.joint.labels[i]: i for i in numbers}
+        before, *after = (
+            float(self.joint.left(texts)[0][words].square().sum())
+            for texts in (self.taken, *({**self.taken, i: text} for i in of_class.values()))
+        )
+        return min(zip((left - before for left in after), of_class.values(), strict=True))
+
     def _again(self, state: State, number: int) -> State:
         """Returns a state after one text was sought beside the others."""
-        others = {i: ids for i, ids in enumerate(state) if i != number}
-        rest = table(*self.joint.left(others), self.around, self._special)
+        self.taken = {i: ids for i, ids in enumerate(state) if i != number}
+        rest = table(*self.joint.left(self.taken), self.around, self._special)
         if rest is None:
             return state
-        self.found, self.placed = others, rest
-        begun = [state[number], *(self._begun(end, None) for end in self._ends()[-1:])]
-        for ids in begun:
-            text = self._climbed(ids, number)
-            other = (*state[:number], text, *state[number + 1 :])
+        self.placed = rest
+        for begun in (state[number], self._begun(self._ends()[-1], None)):
+            other = (*state[:number], self._climbed(begun, number), *state[number + 1 :])
             if self.joint(other).score > self.joint(state).score:
                 state = other
         return state
-
-    def _explained(self, text: Ids) -> float:
-        """Returns by how much a text lowers the squares of the rows, beside those found."""
-        number = next(i for i in range(len(self.joint.labels)) if i not in self.found)
-        squares = [
-            sum(float(rows.square().sum()) for rows in self.joint.left(texts))
-            for texts in (self.found, {**self.found, number: text})
-        ]
-        return squares[0] - squares[1]
 
     def likely(self, state: State, clock: Clock) -> list[bool]:
         """Returns of which texts it is likely that they are in the batch.
@@ -138,10 +153,11 @@ class TextSearch:
 
     def _is_likely(self, state: State, number: int, whole: float, clock: Clock) -> bool:
         ids, alone = state[number], self._excess(state[number])
-        if alone >= SIGMAS or not (self.span or whole < SIGMAS):
+        if whole >= SIGMAS and (alone >= SIGMAS or not self.span):
             return False
         # Twice: what is left may be as far below what is expected as it may be above.
         least, least_whole = (2 * SIGMAS + max(excess, 0.0) for excess in (alone, whole))
+        least = least if alone < SIGMAS else math.inf
         places = range(len(self.around.first), len(ids))
         visited = 0
         for place in clock.paced(places):
@@ -158,34 +174,15 @@ class TextSearch:
                     return False
         return visited == len(places)
 
-    def _take(self, text: Ids) -> None:
-        """Takes a text out of the rows."""
-        free = [i for i in range(len(self.joint.labels)) if i not in self.found]
-        # Of each class one number, by what the text leaves of the rows of places.
-        of_class = {self.joint.labels[i]: i for i in free}
-        left = {
-            i: float(self.joint.left({**self.found, i: text})[1].square().sum())
-            for i in of_class.values()
-        }
-        self.found[min(left, key=left.__getitem__)] = text
-        rest = table(*self.joint.left(self.found), self.around, self._special)
-        if rest is not None:
-            self.placed = rest
-
     def _all(self) -> State:
         """Returns a text for each number of the batch."""
-        size, state = len(self.joint.labels), dict(self.found)
-        rest = [ids for ids in self.tried if ids not in self.found.values()]
-        nearly = sorted(rest, key=self._total)
-        ends = self._ends()
-        taken: set[tuple[int, int]] = set()
+        size, state, used = len(self.joint.labels), dict(self.taken), set[tuple[int, int]]()
+        rest = dict.fromkeys(ids for ids in self.climbed if ids not in state.values())
+        nearly, ends = sorted(rest, key=self._total), self._ends()
         for number in (i for i in range(size) if i not in state):
-            if nearly:
-                state[number] = nearly.pop()
-            else:
-                end = ends[(size - len(state) - 1) % len(ends)]
-                state[number] = self._begun(end, None, taken)
-            taken |= {(word, place) for place, word in enumerate(state[number])}
+            end = ends[(size - len(state) - 1) % len(ends)]
+            state[number] = nearly.pop() if nearly else self._begun(end, None, used)
+            used |= {(word, place) for place, word in enumerate(state[number])}
         return tuple(state[i] for i in range(size))
 
     def _climbed(self, ids: Ids, number: int) -> Ids:
@@ -305,16 +302,16 @@ class TextSearch:
         next_V[[*self._special]] = _NEVER
         return next_V
 
-    def _begun(self, end: int, drawn: str | None, taken: Iterable[tuple[int, int]] = ()) -> Ids:
+    def _begun(self, end: int, drawn: str | None, used: Iterable[tuple[int, int]] = ()) -> Ids:
         """Returns a text of words of the table, the prior choosing among them.
 
         Args:
             end: Where its words end.
             drawn: Names the stream that words are drawn from; None: the best are taken.
-            taken: Words at places that it may not have.
+            used: Words at places that it may not have.
         """
         first, last = self.around
-        text, banned = [*first], {*taken}
+        text, banned = [*first], {*used}
         for place in range(len(first), end):
             next_V = self._next(tuple(text))
             words = [word for word in self._table_at(place) if (word, place) not in banned]
@@ -331,13 +328,13 @@ class TextSearch:
         return (*text, *last)
 
     def _ends(self) -> list[int]:
-        """Returns where the words of a text that is not found may end, the nearest first."""
+        """Returns where the words of a text that is not taken may end, the nearest first."""
         first, last, size = len(self.around.first), self.around.last, len(self.joint.labels)
-        rest = [i for i in range(size) if i not in self.found]
+        rest = [i for i in range(size) if i not in self.taken]
         if self.lengths is not None:
             # Lengths come in an order of their own.
             lengths = sorted(self.lengths)
-            for ids in self.found.values():
+            for ids in self.taken.values():
                 if len(ids) in lengths:
                     lengths.remove(len(ids))
             return [length - len(last) for length in lengths]

@@ -9,6 +9,7 @@ import torch
 from fedleak.attacks.auto.joint_likelihood import MOST_TEXTS, Joint, Search, table
 from fedleak.attacks.auto.maximum_likelihood import MaximumLikelihood
 from fedleak.attacks.auto.peeling import gradient_of
+from fedleak.attacks.auto.pooled_span import PooledSpan
 from fedleak.attacks.certificate import as_gradient
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.matching.batch_structure import frame
@@ -32,9 +33,10 @@ def two(small, observe):
 
 def search(model, joint, seconds=None):
     special = frozenset(model.special_ids())
-    placed = table(joint, frame(model), special)
+    placed = table(joint.word_VD, joint.place_PD, frame(model), special)
     assert placed is not None
-    return Search(model, joint, placed, frame(model), None, None, Clock(seconds))
+    span = PooledSpan(model, {}, SIGMA, 2)
+    return Search(model, joint, span, placed, frame(model), None, None, Clock(seconds))
 
 
 def test_two_texts_are_read_and_likely(two):
@@ -43,7 +45,6 @@ def test_two_texts_are_read_and_likely(two):
     assert answer.sequences, answer.reason
     assert sorted(answer.sequences) == sorted(texts)
     assert answer.diagnostics["likely"] == [True, True]
-    assert answer.diagnostics["nearest"] > 6
     assert not answer.verified
 
 

@@ -1,0 +1,93 @@
+"""Texts of a batch sought one by one: what is taken, what a text is changed to, who is likely."""
+
+from dataclasses import replace
+
+import pytest
+
+from fedleak.attacks.auto.joint_likelihood import Joint, table
+from fedleak.attacks.auto.pooled_span import PooledSpan
+from fedleak.attacks.auto.text_by_text import TextSearch
+from fedleak.attacks.certificate import as_gradient
+from fedleak.attacks.clock import UNLIMITED
+from fedleak.attacks.matching.batch_structure import frame
+from fedleak.defenses.gaussian_noise import GaussianNoise
+from fedleak.models import CLASSIFICATION
+from fedleak.util.rng import stream
+
+TEXTS = ["he pays for all of his old friends", "the doctor saw a green house", "nobody knows it"]
+LABELS = [0, 1, 1]
+SIGMA = 3e-4
+
+
+def search(small, observe, texts=TEXTS, labels=LABELS, family="bert", span=True):
+    """A search, and the texts in the order of their labels."""
+    model = small(family, CLASSIFICATION, layers=2, width=48)
+    truth = observe(model, texts, labels)
+    update = GaussianNoise(sigma=SIGMA)(truth.seen.update, rng=stream(0, "noise"))
+    observed = as_gradient(replace(truth.seen, update=update))
+    joint, around = Joint(model, observed, SIGMA, labels), frame(model)
+    placed = table(joint.word_VD, joint.place_PD, around, frozenset(model.special_ids()))
+    assert placed is not None
+    tells = PooledSpan(model, observed if span else {}, SIGMA, len(texts))
+    made = TextSearch(model, joint, tells, placed, around, None, None, UNLIMITED)
+    return made, tuple(map(tuple, model.encode(texts)))
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_three_texts_are_read_and_each_is_likely(small, observe, family):
+    made, texts = search(small, observe, family=family)
+    state = made.run(lambda progress: None)
+    assert sorted(state) == sorted(texts)
+    assert made.likely(state, UNLIMITED) == [True] * 3
+
+
+def test_a_text_that_is_there_twice_ends_the_search_too(small, observe):
+    made, texts = search(small, observe, [TEXTS[0], TEXTS[1], TEXTS[1]])
+    assert made.run(lambda progress: None) == texts
+
+
+def test_a_wrong_text_is_not_likely_and_the_others_are_without_it(small, observe):
+    made, texts = search(small, observe)
+    wrong = (*texts[1][:2], texts[0][2], *texts[1][3:])
+    assert made.likely((texts[0], wrong, texts[2]), UNLIMITED) == [True, False, True]
+
+
+def test_without_a_span_the_update_as_a_whole_decides(small, observe):
+    made, texts = search(small, observe, span=False)
+    state = made.run(lambda progress: None)
+    assert len(state) == 3
+    assert made.likely(texts, UNLIMITED) == [True] * 3
+    wrong = (*texts[1][:2], texts[0][2], *texts[1][3:])
+    assert made.likely((texts[0], wrong, texts[2]), UNLIMITED) == [False] * 3
+
+
+def test_who_is_taken_goes_out_of_the_table_at_a_number_of_its_class(small, observe):
+    made, texts = search(small, observe)
+    own = {(word, place) for place, word in enumerate(texts[0]) if 0 < place < len(texts[0]) - 1}
+    assert own <= set(made.placed.variance)
+    made._take(texts[0])
+    assert made.taken == {0: texts[0]}
+    assert not own & set(made.placed.variance)
+    others = {(word, place) for ids in texts[1:] for place, word in enumerate(ids[1:-1], 1)}
+    assert others <= set(made.placed.variance)
+
+
+def test_changes_keep_the_marks_and_known_lengths(small, observe):
+    made, texts = search(small, observe)
+    known, special = replace(made, lengths=[len(ids) for ids in texts]), made.model.special_ids()
+    for ids in texts:
+        for place in range(1, len(ids)):
+            for other in (*made._at(ids, place, 12), *made._pairs(ids), *made._pointed(ids)):
+                assert other != ids or place == 0 or other in made._pointed(ids)
+                assert (other[0], other[-1]) == (ids[0], ids[-1])
+                assert not {*other[1:-1]} & special
+            assert all(len(other) == len(ids) for other in known._at(ids, place, 12))
+
+
+def test_the_best_of_all_changes_is_taken(small, observe):
+    made, texts = search(small, observe)
+    wrong = (*texts[0][:3], texts[1][3], *texts[0][4:])
+    changed = [other for place in range(1, len(wrong)) for other in made._at(wrong, place, 4)]
+    best = max([wrong, *changed], key=lambda ids: made._total(ids))
+    assert made._better(wrong, changed) == best == texts[0]
+    assert made._better(texts[0], [wrong]) == texts[0]
