@@ -89,7 +89,7 @@ class TextSearch:
 
     def _take_next(self, on_progress: Callable[[Progress], None]) -> None:
         """Takes the next text out of the rows: one that is accepted, or that explains most."""
-        climbed: list[Ids] = []
+        climbed, accepted = list[Ids](), None
         for end in self.clock.paced(self._ends()):
             number = len(self.climbed) + len(climbed)
             text = self._climbed(self._begun(end, f"text {number}"), number)
@@ -97,22 +97,25 @@ class TextSearch:
             excess, shown = self._excess(text), self.model.decode(text)
             on_progress(Progress(number, len(self.joint.labels), excess, shown, "text by text"))
             if excess < SIGMAS and text not in self.taken.values():
+                accepted = text
                 break
-        else:
-            # Each text may be there twice.
-            others = [ids for ids in self.climbed if ids not in self.taken.values()]
-            climbed.sort(key=self._left_by, reverse=True)
-            climbed.append(min([*others, *climbed], key=self._left_by))
         self.climbed += climbed
         if climbed:
-            self._take(climbed[-1])
+            # One that is taken may be in the batch twice.
+            others = [ids for ids in self.climbed if ids not in self.taken.values()]
+            self._take(accepted or min([*others, *climbed], key=self._left_by))
 
     def _take(self, text: Ids) -> None:
         """Takes a text out of the rows."""
         _, number = self._left_by(text)
-        self.taken[number] = text
-        rest = table(*self.joint.left(self.taken), self.around, self._special)
-        self.placed = self.placed if rest is None else rest
+        self._beside({**self.taken, number: text})
+
+    def _beside(self, taken: dict[int, Ids]) -> None:
+        """Makes the table of what stands beside texts that are taken."""
+        self.taken = taken
+        rest = table(*self.joint.left(taken), self.around, self._special)
+        # If noise hides what is left, the table before is all there is.
+        self.placed = rest or self.placed
 
     def _left_by(self, text: Ids) -> tuple[float, int]:
         """Returns by how much a text raises the squares of its words' rows, and at which number.
@@ -131,11 +134,7 @@ class TextSearch:
 
     def _again(self, state: State, number: int) -> State:
         """Returns a state after one text was sought beside the others."""
-        self.taken = {i: ids for i, ids in enumerate(state) if i != number}
-        rest = table(*self.joint.left(self.taken), self.around, self._special)
-        if rest is None:
-            return state
-        self.placed = rest
+        self._beside({i: ids for i, ids in enumerate(state) if i != number})
         for begun in (state[number], self._begun(self._ends()[-1], None)):
             other = (*state[:number], self._climbed(begun, number), *state[number + 1 :])
             if self.joint(other).score > self.joint(state).score:
@@ -156,21 +155,22 @@ class TextSearch:
         if whole >= SIGMAS and (alone >= SIGMAS or not self.span):
             return False
         # Twice: what is left may be as far below what is expected as it may be above.
-        least, least_whole = (2 * SIGMAS + max(excess, 0.0) for excess in (alone, whole))
-        least = least if alone < SIGMAS else math.inf
+        far, far_whole = (2 * SIGMAS + max(excess, 0.0) for excess in (alone, whole))
+        far = far if alone < SIGMAS else math.inf
+        self._beside({i: ids for i, ids in enumerate(state) if i != number})
         places = range(len(self.around.first), len(ids))
         visited = 0
         for place in clock.paced(places):
             visited += 1
             near = self._at(ids, place, _FAR)
             fits = zip(near, self.span.of(near), strict=True)
-            alike = [other for other, fit in fits if not fit.excess > least]
+            alike = [other for other, fit in fits if not fit.excess > far]
             if alike and whole >= SIGMAS:
                 return False
             self.joint.gradients((other, self.joint.labels[number]) for other in alike)
             for other in alike:
                 beside = (*state[:number], other, *state[number + 1 :])
-                if self.joint(beside).excess <= least_whole:
+                if self.joint(beside).excess <= far_whole:
                     return False
         return visited == len(places)
 
@@ -207,8 +207,8 @@ class TextSearch:
         """Returns the best of a text and what it is changed to."""
         texts = [other for other in dict.fromkeys(changed) if other != ids]
         values = dict(zip(texts, self._values(texts), strict=True))
-        least = self._values([ids])[0] - (_APART if self.prior else 0.0)
-        best = [other for other in texts if values[other] > least]
+        level = self._values([ids])[0] - (_APART if self.prior else 0.0)
+        best = [other for other in texts if values[other] > level]
         best = sorted(best, key=values.__getitem__)[-_READ:]
         self._read([ids, *best])
         return max([ids, *reversed(best)], key=self._total)
@@ -235,7 +235,7 @@ class TextSearch:
         if place >= self.placed.gain_VT.shape[1]:
             return []
         gain_V = self._gains()[place]
-        best = gain_V.topk(most)
+        best = gain_V.topk(min(most, len(gain_V)))
         words = self._table_at(place) + best.indices[best.values > 0].tolist()
         if most > _NEAR and self.prior is not None:
             expected_V = self._next(ids[:place]) + gain_V
