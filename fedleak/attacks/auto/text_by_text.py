@@ -144,16 +144,16 @@ class TextSearch:
     def likely(self, state: State, clock: Clock) -> list[bool]:
         """Returns of which texts it is likely that they are in the batch.
 
-        Such a text leaves what noise leaves, and each that differs by a change clearly more: of
-        the span, or of the update beside the other texts if these leave noise alone.
+        All texts together leave what noise leaves, and each change of such a text clearly more, of
+        the span or of the update. (What the span accepts alone may be one of many that were tried.)
         """
         whole = self.joint(state).excess
+        if whole >= SIGMAS:
+            return [False] * len(state)
         return [self._is_likely(state, number, whole, clock) for number in range(len(state))]
 
     def _is_likely(self, state: State, number: int, whole: float, clock: Clock) -> bool:
         ids, alone = state[number], self._excess(state[number])
-        if whole >= SIGMAS and (alone >= SIGMAS or not self.span):
-            return False
         # Twice: what is left may be as far below what is expected as it may be above.
         far, far_whole = (2 * SIGMAS + max(excess, 0.0) for excess in (alone, whole))
         far = far if alone < SIGMAS else math.inf
@@ -165,8 +165,6 @@ class TextSearch:
             near = self._at(ids, place, _FAR)
             fits = zip(near, self.span.of(near), strict=True)
             alike = [other for other, fit in fits if not fit.excess > far]
-            if alike and whole >= SIGMAS:
-                return False
             self.joint.gradients((other, self.joint.labels[number]) for other in alike)
             for other in alike:
                 beside = (*state[:number], other, *state[number + 1 :])

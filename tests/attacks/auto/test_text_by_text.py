@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from fedleak.attacks.auto.joint_likelihood import Joint, table
-from fedleak.attacks.auto.pooled_span import PooledSpan
+from fedleak.attacks.auto.pooled_span import Fit, PooledSpan
 from fedleak.attacks.auto.text_by_text import TextSearch
 from fedleak.attacks.certificate import as_gradient
 from fedleak.attacks.clock import UNLIMITED
@@ -46,19 +46,30 @@ def test_a_text_that_is_there_twice_ends_the_search_too(small, observe):
     assert made.run(lambda progress: None) == texts
 
 
-def test_a_wrong_text_is_not_likely_and_the_others_are_without_it(small, observe):
-    made, texts = search(small, observe)
-    wrong = (*texts[1][:2], texts[0][2], *texts[1][3:])
-    assert made.likely((texts[0], wrong, texts[2]), UNLIMITED) == [True, False, True]
-
-
-def test_without_a_span_the_update_as_a_whole_decides(small, observe):
-    made, texts = search(small, observe, span=False)
-    state = made.run(lambda progress: None)
-    assert len(state) == 3
+@pytest.mark.parametrize("span", [True, False])
+def test_beside_a_wrong_text_none_is_likely(small, observe, span):
+    made, texts = search(small, observe, span=span)
     assert made.likely(texts, UNLIMITED) == [True] * 3
     wrong = (*texts[1][:2], texts[0][2], *texts[1][3:])
     assert made.likely((texts[0], wrong, texts[2]), UNLIMITED) == [False] * 3
+
+
+def test_a_text_is_not_likely_if_another_word_leaves_as_little(small, observe, monkeypatch):
+    made, texts = search(small, observe)
+    other = (*texts[0][:3], texts[1][3], *texts[0][4:])
+    assert other in made._at(texts[0], 3, 12)
+    right = made.joint(texts)
+    for alike in ({texts[0], other}, {texts[0]}):
+        monkeypatch.setattr(
+            made.span, "of", lambda ids: [Fit(0.0, 0.0 if x in alike else 99.0) for x in ids]
+        )
+        made.joint._judged[other, *texts[1:]] = right
+        assert made.likely(texts, UNLIMITED)[0] == (other not in alike)
+
+
+def test_without_a_span_there_is_a_text_for_each(small, observe):
+    made, texts = search(small, observe, span=False)
+    assert len(made.run(lambda progress: None)) == len(texts)
 
 
 def test_who_is_taken_goes_out_of_the_table_at_a_number_of_its_class(small, observe):
