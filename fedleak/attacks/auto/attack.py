@@ -57,8 +57,9 @@ ENSEMBLE: tuple[tuple[Single, str], ...] = (
 )
 """Cheapest first: the next is asked only where those before proved no whole batch.
 
-Of decoders `dager` goes before `keyspan`, which is not cheap. Neither is cheap for an encoder where
-a text is longer than a head is wide: `query_gradients` goes first.
+Of several texts of an encoder `keyspan` goes before `maximum_likelihood`, and `query_gradients`
+before both where a text is longer than a head is wide: neither is cheap there. Of decoders `dager`
+goes before `keyspan`, which is not cheap.
 """
 
 _CHOOSING = 0.5
@@ -223,8 +224,11 @@ class _Attempt:
             # Of a decoder DAGER reads texts of any length, one token after the other, and cheaply.
             late = (Keyspan, StatePursuit, Lamp)
             able.sort(key=lambda attack: isinstance(attack, late) and 1 + late.index(type(attack)))
-        elif self._is_long():
-            able.sort(key=lambda attack: isinstance(attack, Keyspan | Dager | Lamp))
+        elif seen.update.num_examples > 1:
+            # What spans tell under noise the likelihood tests in a moment, and goes on from there.
+            early: list[type[Single]] = [Keyspan, MaximumLikelihood]
+            early.insert(0 if self._is_long() else 2, QueryGradients)
+            able.sort(key=lambda attack: [*early, type(attack)].index(type(attack)))
         for number, attack in enumerate(able, 1):
             if self.findings.answers and clock.up():
                 break
@@ -368,7 +372,8 @@ class _Attempt:
         """Returns the answer of the last attack, which settled the whole batch by itself."""
         *_, (kind, answer) = self.findings.answers.items()
         sequences = tuple(certificate.close(self._model, ids) for ids in self.findings.whole)
-        own = {"from": [kind] * len(sequences), "likely": [True] * len(sequences)}
+        likely = answer.diagnostics.get("likely", [True] * len(sequences))
+        own = {"from": [kind] * len(sequences), "likely": likely}
         return replace(
             answer,
             sequences=sequences,
@@ -483,7 +488,7 @@ def read_with(
     if isinstance(attack, PositionMarginals):
         return attack.reading(seen, model)
     if isinstance(attack, MaximumLikelihood):
-        return attack.reading(seen, model, on_progress)
+        return attack.reading(seen, model, on_progress, clues.sequences)
     if isinstance(attack, QueryGradients):
         return attack.reading(seen, model, on_progress=on_progress)
     if isinstance(attack, Keyspan):

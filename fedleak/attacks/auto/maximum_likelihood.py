@@ -235,8 +235,16 @@ class MaximumLikelihood(OneByOne):
         seen: Observation,
         model: LanguageModel,
         on_progress: Callable[[Progress], None] = lambda progress: None,
+        others_read: Sequence[Ids] = (),
     ) -> Reading:
-        """Returns the answer, and whether nothing but noise is left beside it."""
+        """Returns the answer, and whether nothing but noise is left beside it.
+
+        Args:
+            seen: What the server sees.
+            model: At the broadcast weights.
+            on_progress: Is told how far it is.
+            others_read: Texts that other attacks read of a batch.
+        """
         observed, around = as_gradient(seen), frame(model)
         names, size = behind_layers(AttackSetting.of(seen, model)), seen.update.num_examples
         noise = noise_scale(
@@ -250,7 +258,7 @@ class MaximumLikelihood(OneByOne):
             return Reading(Reconstruction.none(Status.ABSTAINED, noise))
         coarse = coarseness(seen, names)
         if size > 1:
-            return self._batch(seen, model, noise, coarse, on_progress)
+            return self._batch(seen, model, noise, coarse, on_progress, others_read)
         known = seen.knowledge.lengths
         rows = evidence_of(
             rows_of(model, observed, noise, coarse), around, known[0] if known else None
@@ -293,8 +301,9 @@ class MaximumLikelihood(OneByOne):
         noise: float,
         coarse: Coarseness,
         on_progress: Callable[[Progress], None],
+        others_read: Sequence[Ids],
     ) -> Reading:
-        """Returns the texts of a batch, all of them at once."""
+        """Returns the texts of a batch."""
         observed, around, known = as_gradient(seen), frame(model), seen.knowledge
         labels = known.labels or _labels(seen, model)
         placed = None
@@ -316,7 +325,7 @@ class MaximumLikelihood(OneByOne):
         )
         half = clock.part(2)
         alone = TextSearch(model, joint, span, placed, around, known.lengths, prior, half)
-        texts = alone.run(on_progress)
+        texts = alone.run(on_progress, others_read)
         likely = alone.likely(texts, clock)
         if not all(likely):
             until = clock.before(_LAST * clock.left())
@@ -340,7 +349,8 @@ class MaximumLikelihood(OneByOne):
             },
             reason=_REASONS[all(likely), judgement.excess < SIGMAS],
         )
-        return Reading(answer, texts, settled=all(likely))
+        # Nobody else reads more of it, or tells what is likely.
+        return Reading(answer, texts, settled=True)
 
 
 def behind_layers(setting: AttackSetting) -> frozenset[str]:

@@ -75,13 +75,26 @@ class TextSearch:
     _nll: dict[Ids, float] = field(default_factory=dict)
     _of_placed: PlacedWords | None = None
 
-    def run(self, on_progress: Callable[[Progress], None]) -> State:
-        """Returns a text for each of the batch."""
+    def run(
+        self, on_progress: Callable[[Progress], None], others_read: Sequence[Ids] = ()
+    ) -> State:
+        """Returns a text for each of the batch.
+
+        Args:
+            on_progress: Is told how far it is.
+            others_read: Texts that other attacks read: those that are accepted are taken first.
+        """
         size = len(self.joint.labels)
+        for text in others_read:
+            if self.span and len(self.taken) < size and self._excess(text) < SIGMAS:
+                self._take(text)
+        self.climbed += others_read
         while self.span and len(self.taken) < size and not self.clock.up():
             self._take_next(on_progress)
         state, before = self._all(), None
         while self.span and state != before and not self.clock.up():
+            if self.joint(state).excess < SIGMAS:
+                break
             before = state
             for number in self.clock.paced(range(size)):
                 state = self._again(state, number)

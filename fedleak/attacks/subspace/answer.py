@@ -41,7 +41,7 @@ class Reading(NamedTuple):
         tokens: Tokens beside which it says there are no others.
         scale: How many times its mean gradient the update is, as far as members tell.
         settled: It is the whole batch by what the update adds up to, or leaves nothing of it but
-            noise: nobody else need be asked.
+            noise, or others read no more of it: nobody else need be asked.
     """
 
     answer: Reconstruction

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from fedleak.attacks.auto.joint_likelihood import Joint, table
+from fedleak.attacks.auto.joint_likelihood import Joint, Judgement, table
 from fedleak.attacks.auto.pooled_span import Fit, PooledSpan
 from fedleak.attacks.auto.text_by_text import TextSearch
 from fedleak.attacks.certificate import as_gradient
@@ -54,17 +54,19 @@ def test_beside_a_wrong_text_none_is_likely(small, observe, span):
     assert made.likely((texts[0], wrong, texts[2]), UNLIMITED) == [False] * 3
 
 
-def test_a_text_is_not_likely_if_another_word_leaves_as_little(small, observe, monkeypatch):
+@pytest.mark.parametrize(("alone", "beside"), [(0.0, 0.0), (0.0, 99.0), (99.0, 0.0)])
+def test_a_text_is_likely_if_other_words_leave_more(small, observe, monkeypatch, alone, beside):
     made, texts = search(small, observe)
-    other = (*texts[0][:3], texts[1][3], *texts[0][4:])
-    assert other in made._at(texts[0], 3, 12)
-    right = made.joint(texts)
-    for alike in ({texts[0], other}, {texts[0]}):
-        monkeypatch.setattr(
-            made.span, "of", lambda ids: [Fit(0.0, 0.0 if x in alike else 99.0) for x in ids]
-        )
-        made.joint._judged[other, *texts[1:]] = right
-        assert made.likely(texts, UNLIMITED)[0] == (other not in alike)
+
+    def fits(asked):
+        return [Fit(0.0, 0.0 if ids in texts else alone) for ids in asked]
+
+    def judged(state):
+        return Judgement(0.0, 0.0 if state == texts else beside)
+
+    monkeypatch.setattr(made.span, "of", fits)
+    monkeypatch.setattr(made.joint, "_judge", judged)
+    assert made.likely(texts, UNLIMITED) == [max(alone, beside) > 6] * 3
 
 
 def test_without_a_span_there_is_a_text_for_each(small, observe):
