@@ -416,6 +416,21 @@ def test_long_texts_of_a_decoder_are_read_by_dager_first(small, observe, asked):
     assert answer.verified
 
 
+def test_a_batch_under_noise_begins_with_what_keyspan_read_and_is_settled(
+    small, observe, asked, monkeypatch
+):
+    monkeypatch.setattr(auto, "MOST_TEXTS", 8)
+    model = small("bert", layers=3, width=48)
+    truth = observe(model, TEXTS)
+    asked[1]["keyspan"] = guess(*truth.sequences[:2])
+    answer = ask(Auto(), noisy_of(truth, 1e-4, granted=False), model)
+    assert [attack.kind for attack, _, _ in asked[0]] == ["keyspan", "maximum_likelihood"]
+    assert set(asked[0][1][2].sequences) == {*truth.sequences[:2]}
+    assert sorted(answer.sequences) == sorted(truth.sequences)
+    assert answer.diagnostics["likely"] == [True] * 3
+    assert not answer.verified
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_where_the_closed_form_determines_nothing_the_others_are_asked(small, observe, asked, size):
     model = small("bert", layers=3, width=48)

@@ -41,6 +41,15 @@ def test_three_texts_are_read_and_each_is_likely(small, observe, family):
     assert made.likely(state, UNLIMITED) == [True] * 3
 
 
+def test_what_others_read_is_taken_if_it_is_right_and_else_a_guess(small, observe, monkeypatch):
+    made, texts = search(small, observe)
+    wrong = (*texts[1][:2], texts[0][2], *texts[1][3:])
+    climbs = []
+    monkeypatch.setattr(made, "_climbed", lambda ids, number: climbs.append(ids) or texts[1])
+    assert made.run(lambda progress: None, [wrong, texts[0], texts[2]]) == texts
+    assert len(climbs) == 1
+
+
 def test_a_text_that_is_there_twice_ends_the_search_too(small, observe):
     made, texts = search(small, observe, [TEXTS[0], TEXTS[1], TEXTS[1]])
     assert made.run(lambda progress: None) == texts
