@@ -105,14 +105,15 @@ class _Rows:
     """
 
     def __init__(self, word_VD: Tensor, place_TD: Tensor, variance: dict[Pair, float]) -> None:
-        (words, self._width), places, pairs = word_VD.shape, len(place_TD), range(len(variance))
-        self._variance = variance
-        word_K = torch.tensor([word for word, _ in variance], dtype=torch.long)
-        place_K = torch.tensor([place for _, place in variance], dtype=torch.long)
-        precision_K = 1 / torch.tensor([*variance.values()]).to(word_VD)
+        (words, self._width), places = word_VD.shape, len(place_TD)
+        self._variance, pairs, device = variance, range(len(variance)), word_VD.device
+        word_K = torch.tensor([word for word, _ in variance], dtype=torch.long, device=device)
+        place_K = torch.tensor([place for _, place in variance], dtype=torch.long, device=device)
+        precision_K = 1 / torch.tensor([*variance.values()], dtype=torch.float64).to(device)
         has_word_VK = word_VD.new_zeros(words, len(pairs))
         has_place_TK = place_TD.new_zeros(places, len(pairs))
-        has_word_VK[word_K, pairs] = has_place_TK[place_K, pairs] = 1
+        has_word_VK[word_K, pairs] = 1
+        has_place_TK[place_K, pairs] = 1
         same_KK = has_word_VK.T @ has_word_VK + has_place_TK.T @ has_place_TK
         # Of the gradients of pairs: their posterior covariance in each dimension, and mean.
         covariance_KK = torch.linalg.inv(same_KK + precision_K.diag())

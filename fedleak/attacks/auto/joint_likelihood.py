@@ -11,12 +11,13 @@ leave E = 0, give or take sqrt(2 n). What wrong ones leave is no noise: if it is
 size in k directions, its log probability is -k/2 log(E). So a part adds
 `-k/2 log(1 + E / (k + 3 sqrt(2 n)))`, as in `maximum_likelihood`, and no part can outvote the rest.
 
-**Search.** From a text for each example, made of the table, places are visited in random order. At
+**Search.** From a text for each example (`text_by_text`) places are visited in random order. At
 each the best of these changes is made: another word (of the table; that the gradient at this place,
 or what is left of both rows, points to; that the prior expects), a word more or less, an end, two
 texts exchanging a word or all that follows. Where nothing helps, the best state is disturbed by
 two exchanges, and the search goes on. It ends where a state leaves what noise leaves (E < 3
-sqrt(2 n) over all parts) and nothing is better.
+sqrt(2 n) over all parts) and nothing is better. A text that the pooled span accepts is not changed
+to one that it rejects.
 
 Of a weight only every so many rows are compared: noise is so small a part of a wrong word's trace
 that a quarter of a million numbers tell it.
@@ -284,6 +285,14 @@ def table(
     return PlacedWords(moved, F.pad(placed.gain_VT, (first, 0)))
 
 
+def next_words(prior: Prior | None, beginning: Ids, words: int) -> Tensor:
+    """Returns the log probability [V] of what stands behind a beginning; all alike if unknown."""
+    if prior is None or not beginning:
+        return torch.zeros(words)
+    ids_1T = torch.tensor([beginning], device=prior.device)
+    return prior.next_token(ids_1T)[0].cpu()
+
+
 @dataclass
 class Search:
     """One update under attack.
@@ -312,7 +321,9 @@ class Search:
         """Returns the texts that explain the update best, beginning with some."""
         best, judgement = state, self.joint(state)
         stalled, sweep = False, 0
-        while not ((stalled and judgement.excess < SIGMAS) or self.clock.up()):
+        while sweep < _SWEEPS and not self.clock.up():
+            if stalled and judgement.excess < SIGMAS:
+                break
             before, sweep = state, sweep + 1
             rng = stream(sweep, "places")
             places = self.placed.gain_VT.shape[1]
@@ -373,7 +384,8 @@ class Search:
             end = len(ids) - len(last)
             if place > end:
                 continue
-            before, prior_V = ids[:place], self._next(ids[:place]).to(word_VD)
+            before = ids[:place]
+            prior_V = next_words(self.prior, before, len(word_VD)).to(word_VD)
             own_V = self._allowed(prior_V + table_V)
             other_V = own_V.clone()
             other_V[[*here]] = _NEVER
@@ -438,13 +450,6 @@ class Search:
     def _words_at(self, place: int) -> list[int]:
         """Returns the words that the table has at a place, without marks."""
         return [word for word in self.placed.at(place) if word not in self._special]
-
-    def _next(self, beginning: Ids) -> Tensor:
-        """Returns the log probability [V] of what stands behind a beginning."""
-        if self.prior is None or not beginning:
-            return torch.zeros(len(self.joint.word_VD))
-        ids_1T = torch.tensor([beginning], device=self.prior.device)
-        return self.prior.next_token(ids_1T)[0].cpu()
 
     def _allowed(self, score_V: Tensor) -> Tensor:
         """Returns the scores of words, those of marks lowest."""

@@ -161,7 +161,7 @@ class PooledSpan:
         )
         score_N, excess_N, free = mask_NT.new_zeros(1).float(), mask_NT.new_zeros(1).float(), 0
         for module, (vector_RX, tangent_R) in self._parts.items():
-            x_NX = heard[module][torch.arange(len(mask_NT)), pooled_N]
+            x_NX = heard[module][torch.arange(len(mask_NT), device=pooled_N.device), pooled_N]
             inside_NR = x_NX @ vector_RX.T
             n = x_NX.shape[1] - len(tangent_R)
             left_N = (x_NX - inside_NR @ vector_RX).square().sum(1)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fedleak.attacks import Progress
 from fedleak.attacks.analytic.placed_words import PlacedWords
-from fedleak.attacks.auto.joint_likelihood import Ids, Joint, State, table
+from fedleak.attacks.auto.joint_likelihood import Ids, Joint, State, next_words, table
 from fedleak.attacks.auto.pooled_span import SIGMAS, PooledSpan
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.matching.batch_structure import Frame
@@ -305,11 +305,7 @@ class TextSearch:
 
     def _next(self, beginning: Ids) -> Tensor:
         """Returns the log probability [V] of what stands behind a beginning, of marks lowest."""
-        if self.prior is None or not beginning:
-            next_V = torch.zeros(len(self.joint.word_VD))
-        else:
-            ids_1T = torch.tensor([beginning], device=self.prior.device)
-            next_V = self.prior.next_token(ids_1T)[0].cpu()
+        next_V = next_words(self.prior, beginning, len(self.joint.word_VD))
         next_V[[*self._special]] = _NEVER
         return next_V
 
@@ -367,7 +363,7 @@ class TextSearch:
     def _gains(self) -> Tensor:
         """Returns the nats [T, V] that the table says of words, of marks none."""
         if self._of_placed is not self.placed:
-            self._gain_TV = self.placed.gain_VT.T.float().clamp_max(_TABLE).contiguous()
+            self._gain_TV = self.placed.gain_VT.T.float().clamp_max(_TABLE).contiguous().cpu()
             self._gain_TV[:, [*self._special]] = 0
             self._of_placed = self.placed
         return self._gain_TV
