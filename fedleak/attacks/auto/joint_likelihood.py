@@ -16,8 +16,8 @@ each the best of these changes is made: another word (of the table; that the gra
 or what is left of both rows, points to; that the prior expects), a word more or less, an end, two
 texts exchanging a word or all that follows. Where nothing helps, the best state is disturbed by
 two exchanges, and the search goes on. It ends where a state leaves what noise leaves (E < 3
-sqrt(2 n) over all parts) and nothing is better. A text that the pooled span accepts is not changed
-to one that it rejects.
+sqrt(2 n) over all parts) and nothing is better, or where nothing helped several times. A text that
+the pooled span accepts is not changed to one that it rejects.
 
 Of a weight only every so many rows are compared: noise is so small a part of a wrong word's trace
 that a quarter of a million numbers tell it.
@@ -79,8 +79,8 @@ _TABLE, _POINTED = 20.0, 20.0
 _LONGER = 3
 """Tokens by which a text may end behind the last place that stands out of the noise."""
 
-_SWEEPS = 200
-"""Sweeps over all places, at most."""
+_STALLS = 5
+"""Times that nothing helps, also after a disturbance, before the search ends."""
 
 _AT_ONCE = 32
 """Texts of a forward pass."""
@@ -320,10 +320,8 @@ class Search:
     def run(self, state: State, on_progress: Callable[[Progress], None]) -> State:
         """Returns the texts that explain the update best, beginning with some."""
         best, judgement = state, self.joint(state)
-        stalled, sweep = False, 0
-        while sweep < _SWEEPS and not self.clock.up():
-            if stalled and judgement.excess < SIGMAS:
-                break
+        stalls, sweep = 0, 0
+        while stalls < _STALLS and not self.clock.up():
             before, sweep = state, sweep + 1
             rng = stream(sweep, "places")
             places = self.placed.gain_VT.shape[1]
@@ -336,9 +334,11 @@ class Search:
                 excess = self.joint(state).excess
                 on_progress(Progress(step, len(order), excess, text, f"sweep {sweep}"))
             if (now := self.joint(state)).score > judgement.score:
-                best, judgement = state, now
+                best, judgement, stalls = state, now, 0
             if state == before and visited == len(order):
-                stalled = state == best
+                if judgement.excess < SIGMAS:
+                    break
+                stalls += 1
                 state = self._disturbed(best, rng)
         return best
 
