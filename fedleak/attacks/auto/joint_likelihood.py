@@ -294,8 +294,8 @@ def next_words(prior: Prior | None, beginning: Ids, words: int) -> Tensor:
 
 
 @dataclass
-class Search:
-    """One update under attack.
+class UnderAttack:
+    """An update under attack, and what tells of it.
 
     Attributes:
         model: At the broadcast weights.
@@ -316,6 +316,19 @@ class Search:
     lengths: Sequence[int] | None
     prior: Prior | None
     clock: Clock
+
+    def placed_at(self, place: int) -> list[int]:
+        """Returns the words that the table has at a place, without marks."""
+        return [word for word in self.placed.at(place) if word not in self.special]
+
+    @cached_property
+    def special(self) -> frozenset[int]:
+        """Marks: no words."""
+        return frozenset(self.model.special_ids())
+
+
+class Search(UnderAttack):
+    """Seeks all texts at once."""
 
     def run(self, state: State, on_progress: Callable[[Progress], None]) -> State:
         """Returns the texts that explain the update best, beginning with some."""
@@ -377,7 +390,7 @@ class Search:
         here = {ids[place] for ids in state if place < len(ids)}
         # What is left of both rows points to a word that no text has there.
         pointed_V = self._allowed(word_VD @ place_PD[place])
-        absent = [word for word in self._words_at(place) if word not in here]
+        absent = [word for word in self.placed_at(place) if word not in here]
         absent += pointed_V.topk(_TRIED).indices.tolist()[: _FEW + 1]
         table_V = self.placed.gain_VT[:, place].to(word_VD).clamp_max(_TABLE)
         for number, (ids, gradient) in enumerate(zip(state, self.joint.of(state), strict=True)):
@@ -447,15 +460,7 @@ class Search:
                 state = tuple(change.get(i, ids) for i, ids in enumerate(state))
         return state
 
-    def _words_at(self, place: int) -> list[int]:
-        """Returns the words that the table has at a place, without marks."""
-        return [word for word in self.placed.at(place) if word not in self._special]
-
     def _allowed(self, score_V: Tensor) -> Tensor:
         """Returns the scores of words, those of marks lowest."""
-        score_V[[*self._special]] = _NEVER
+        score_V[[*self.special]] = _NEVER
         return score_V
-
-    @cached_property
-    def _special(self) -> frozenset[int]:
-        return frozenset(self.model.special_ids())

@@ -21,12 +21,10 @@ from torch import Tensor
 
 from fedleak.attacks import Progress
 from fedleak.attacks.analytic.placed_words import PlacedWords
-from fedleak.attacks.auto.joint_likelihood import Ids, Joint, State, next_words, table
-from fedleak.attacks.auto.pooled_span import SIGMAS, PooledSpan
+from fedleak.attacks.auto.joint_likelihood import Ids, State, UnderAttack, next_words, table
+from fedleak.attacks.auto.pooled_span import SIGMAS
 from fedleak.attacks.clock import Clock
-from fedleak.attacks.matching.batch_structure import Frame
-from fedleak.models import LanguageModel, pad
-from fedleak.models.prior import Prior
+from fedleak.models import pad
 from fedleak.util.rng import stream
 
 _TABLE = 8.0
@@ -46,30 +44,14 @@ _NEVER = -1e9
 
 
 @dataclass
-class TextSearch:
-    """One update under attack.
+class TextSearch(UnderAttack):
+    """Seeks one text after the other. `placed` is the table beside those that are taken.
 
     Attributes:
-        model: At the broadcast weights.
-        joint: Has the rows, and the classes of the texts.
-        span: Judges texts.
-        placed: Which word stands where, beside the texts that are taken.
-        around: Marks that begin and end a text.
-        lengths: Of the texts, if they are known.
-        prior: Of language; None: all words are alike.
-        clock: Of the time that it may take.
         taken: Texts that are taken out of the rows, by their number in the batch.
         climbed: The texts that climbs ended in.
     """
 
-    model: LanguageModel
-    joint: Joint
-    span: PooledSpan
-    placed: PlacedWords
-    around: Frame
-    lengths: Sequence[int] | None
-    prior: Prior | None
-    clock: Clock
     taken: dict[int, Ids] = field(default_factory=dict)
     climbed: list[Ids] = field(default_factory=list)
     _nll: dict[Ids, float] = field(default_factory=dict)
@@ -126,7 +108,7 @@ class TextSearch:
     def _beside(self, taken: dict[int, Ids]) -> None:
         """Makes the table of what stands beside texts that are taken."""
         self.taken = taken
-        rest = table(*self.joint.left(taken), self.around, self._special)
+        rest = table(*self.joint.left(taken), self.around, self.special)
         # If noise hides what is left, the table before is all there is.
         self.placed = rest or self.placed
 
@@ -136,7 +118,7 @@ class TextSearch:
         A text of the wrong class doubles its words' rows. (Rows of places do not tell: what all
         texts share is most of them.)
         """
-        words = [*{*text} - self._special]
+        words = [*{*text} - self.special]
         numbers = [i for i in range(len(self.joint.labels)) if i not in self.taken]
         of_class = {self.joint.labels[i]: i for i in numbers}
         before, *after = (
@@ -247,7 +229,7 @@ class TextSearch:
             return []
         gain_V = self._gains()[place]
         best = gain_V.topk(min(most, len(gain_V)))
-        words = self._table_at(place) + best.indices[best.values > 0].tolist()
+        words = self.placed_at(place) + best.indices[best.values > 0].tolist()
         if most > _NEAR and self.prior is not None:
             expected_V = self._next(ids[:place]) + gain_V
             words += expected_V.topk(_EXPECTED).indices.tolist()
@@ -259,7 +241,7 @@ class TextSearch:
         rises_TV = self.span.slopes(ids)[first:end].cpu()
         known_TV = self._gains()[first:end]
         rises_TV[: len(known_TV)] += known_TV
-        rises_TV[:, [*self._special]] = _NEVER
+        rises_TV[:, [*self.special]] = _NEVER
         for flat in rises_TV.flatten().topk(_POINTED).indices.tolist():
             place, word = divmod(flat, rises_TV.shape[1])
             yield (*ids[: first + place], word, *ids[first + place + 1 :])
@@ -268,8 +250,8 @@ class TextSearch:
         """Yields a text with two words of the table side by side."""
         pairs = 0
         for place in range(len(self.around.first), len(ids) - len(self.around.last) - 1):
-            for word in self._table_at(place):
-                for following in self._table_at(place + 1):
+            for word in self.placed_at(place):
+                for following in self.placed_at(place + 1):
                     if word != ids[place] and following != ids[place + 1] and pairs < _PAIRS:
                         pairs += 1
                         yield (*ids[:place], word, following, *ids[place + 2 :])
@@ -306,7 +288,7 @@ class TextSearch:
     def _next(self, beginning: Ids) -> Tensor:
         """Returns the log probability [V] of what stands behind a beginning, of marks lowest."""
         next_V = next_words(self.prior, beginning, len(self.joint.word_VD))
-        next_V[[*self._special]] = _NEVER
+        next_V[[*self.special]] = _NEVER
         return next_V
 
     def _begun(self, end: int, drawn: str | None, used: Iterable[tuple[int, int]] = ()) -> Ids:
@@ -321,7 +303,7 @@ class TextSearch:
         text, banned = [*first], {*used}
         for place in range(len(first), end):
             next_V = self._next(tuple(text))
-            words = [word for word in self._table_at(place) if (word, place) not in banned]
+            words = [word for word in self.placed_at(place) if (word, place) not in banned]
             if not words:
                 words = self._words_at(tuple(text), place, _FAR)[:_NEAR]
                 words = words or next_V.topk(_NEAR).indices.tolist()
@@ -352,18 +334,10 @@ class TextSearch:
             ends |= {longest, max(longest // 2, first + 1)}
         return sorted(end for end in ends if end > first) or [first + 1]
 
-    def _table_at(self, place: int) -> list[int]:
-        """Returns the words that the table has at a place, without marks."""
-        return [word for word in self.placed.at(place) if word not in self._special]
-
-    @property
-    def _special(self) -> frozenset[int]:
-        return frozenset(self.model.special_ids())
-
     def _gains(self) -> Tensor:
         """Returns the nats [T, V] that the table says of words, of marks none."""
         if self._of_placed is not self.placed:
             self._gain_TV = self.placed.gain_VT.T.float().clamp_max(_TABLE).contiguous().cpu()
-            self._gain_TV[:, [*self._special]] = 0
+            self._gain_TV[:, [*self.special]] = 0
             self._of_placed = self.placed
         return self._gain_TV
