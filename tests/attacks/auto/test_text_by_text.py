@@ -63,7 +63,7 @@ def test_beside_a_wrong_text_none_is_likely(small, observe, span):
     assert made.likely((texts[0], wrong, texts[2]), UNLIMITED) == [False] * 3
 
 
-@pytest.mark.parametrize(("alone", "beside"), [(0.0, 0.0), (0.0, 99.0), (99.0, 0.0)])
+@pytest.mark.parametrize(("alone", "beside"), [(0.0, 0.0), (5.0, 5.0), (0.0, 7.0), (7.0, 0.0)])
 def test_a_text_is_likely_if_other_words_leave_more(small, observe, monkeypatch, alone, beside):
     made, texts = search(small, observe)
 
