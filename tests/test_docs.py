@@ -31,6 +31,8 @@ PAGES = [
 ]
 README = PAGES[0].read_text()
 
+CURVES = runpy.run_path(str(ROOT / "docs" / "curves.py"))
+
 ELSEWHERE = {
     "python3 -m venv .venv && .venv/bin/pip install -q -c constraints.txt -e '.[audit]' "
     "&& .venv/bin/fedleak run": "installs; test_the_picture_is_current runs the quickstart",
@@ -271,15 +273,43 @@ def test_the_drawn_house_is_current() -> None:
     assert drawing["PICTURE"].read_text() == drawn, "run `python docs/house.py`"
 
 
-def test_the_curves_of_one_text_are_those_of_the_tables() -> None:
-    curves = runpy.run_path(str(ROOT / "docs" / "curves.py"))
-    tables, drawn = curves["TABLES"].read_text(), curves["PICTURE"].read_text()
-    for heading, pattern in curves["PANELS"].items():
-        rows = list(curves["rows"](tables, pattern))
-        assert all(row["low"] <= row["y"] <= row["high"] for row in rows if "low" in row)
-        assert {row["series"] for row in rows} >= {"texts exact, %", "ROUGE-L"}
-        for word in (heading, *(row["x"] for row in rows)):
-            assert f">{word}</text>" in drawn, "run `python docs/curves.py`"
+@pytest.mark.parametrize("picture", CURVES["PICTURES"], ids=lambda picture: picture.stem)
+def test_a_picture_of_figures_is_what_the_tables_of_its_page_draw(picture: Path) -> None:
+    page, draw = CURVES["PICTURES"][picture]
+    text = page.read_text()
+    assert f"]({picture.relative_to(page.parent)})" in text
+    stamp = CURVES["stamp"](draw(text))
+    assert picture.read_text().endswith(stamp), "run `python docs/curves.py`"
+
+
+def test_another_figure_in_a_table_makes_another_picture() -> None:
+    page, draw = CURVES["PICTURES"][ROOT / "docs" / "frontier-gpt2.svg"]
+    text = page.read_text()
+    changed = text.replace("68 [35, 84] (9)", "67 [35, 84] (9)")
+    assert changed != text
+    assert CURVES["stamp"](draw(changed)) != CURVES["stamp"](draw(text))
+
+
+def test_only_rows_of_tables_are_drawn() -> None:
+    prose = "noise 3e-4 | yes | 9/10 [60, 98] | 96\n"
+    assert list(CURVES["tables"](f"{prose}\n| a | b |\n|---|---|\n| 1 | x |\n\n{prose}")) == [
+        [{"a": "1", "b": "x"}]
+    ]
+
+
+def test_a_cell_has_a_figure_its_interval_and_a_control() -> None:
+    whole = {"y": 1180.0, "low": 2.5, "high": 3.0, "control": 9.0}
+    assert CURVES["figures"]("1,180 [2.5, 3] (9)") == whole
+    assert CURVES["figures"]("0 [0, 97] *") == {"y": 0.0, "low": 0.0, "high": 97.0}
+    assert CURVES["figures"]("-2.3e+03") == {"y": -2300.0}
+    for word in ("no answer", "-", "12 of 12"):
+        assert CURVES["figures"](word) == {}
+
+
+def test_no_other_program_has_drawn_figures() -> None:
+    for folder in ("docs", "experiments"):
+        for picture in (ROOT / folder).rglob("*.svg"):
+            assert "matplotlib" not in picture.read_text().lower(), picture
 
 
 @pytest.mark.slow

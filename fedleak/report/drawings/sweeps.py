@@ -34,7 +34,7 @@ WRAPPED = 24
 FEW_CELLS = 8
 """Up to so many cells are numbered, and the legend says which is which."""
 
-COLUMNS = 4
+COLUMNS = 3
 """Families side by side."""
 
 UNTOUCHED = "undefended"
