@@ -3,14 +3,15 @@
     python experiments/where_each_dies.py [FILE] [--no-run] [--out PAGE]
 
 It runs where-each-dies.toml, or another sweep with such families, as `fedleak sweep` does, so the
-same command goes on where it was stopped. The drawing is written beside the page,
-docs/where-each-dies.md, and the figures below its marker; --no-run writes what there is. Cells that
-are not finished are left out, and counted.
+same command goes on where it was stopped. The figures are written below the marker of the page,
+docs/where-each-dies.md, and beside it what docs/curves.py draws of them; --no-run writes what there
+is. Cells that are not finished are left out, and counted.
 """
 
 import argparse
+import runpy
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import typer
@@ -18,23 +19,6 @@ import typer
 from fedleak.cli.mistakes import mended
 from fedleak.cli.sweeps import sweep as run_sweep
 from fedleak.config.families import FAMILY, UNDEFENDED
-from fedleak.report.drawings.chart import (
-    COLOURS,
-    INK,
-    MEASURES,
-    NO_ANSWER,
-    NOWHERE,
-    PER_CENT,
-    TOGETHER,
-    Chart,
-    Row,
-    Series,
-    numbers,
-    panel,
-    present,
-    span,
-    write,
-)
 from fedleak.report.markdown import lines
 from fedleak.report.marked_pages import above
 from fedleak.report.words import interval
@@ -50,6 +34,7 @@ from fedleak.store.summaries import (
 HERE = Path(__file__).parent
 FILE = HERE / "where-each-dies.toml"
 PAGE = HERE.parent / "docs" / "where-each-dies.md"
+CURVES = HERE.parent / "docs" / "curves.py"
 MARKER = (
     "<!-- Below this line everything is written by `python experiments/where_each_dies.py`. -->\n"
 )
@@ -57,31 +42,18 @@ MARKER = (
 SCORE = "residual"
 """Of the scores of membership the one that is drawn: named here, not chosen by its figures."""
 
-LEAST = 0.01
-"""Epsilon at which a bound of 0 is drawn: a log axis has no 0."""
-
 NOT_RUN = ["-"]
 """Stands for each figure that was not measured."""
 
 ATTACKS, CANARIES = "attacks", "canaries"
 """Names of the families: the strengths of both are noise multipliers."""
 
-NO_NOISE = 1e-7
-"""Where the cell without a defense is drawn: a log axis has no 0."""
-
-BOUNDS: Mapping[str, Callable[[CanaryBound], float | None]] = {
-    "canaries: at least, if the noise is Gaussian": lambda bound: bound.gaussian,
-    "canaries: at least, f-DP": lambda bound: bound.f_dp,
-    "canaries: at least, assuming nothing": lambda bound: bound.epsilon_delta,
-}
-"""Kinds of lower bounds, by what the drawing calls them."""
-
 Cells = Mapping[float, CellSummary]
 """Finished cells of a family by their noise multiplier, in its order."""
 
 
 def main() -> int:
-    """Runs the sweep and writes drawing and page; returns the exit status of `fedleak sweep`."""
+    """Runs the sweep and writes page and drawing; returns the exit status of `fedleak sweep`."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -97,10 +69,11 @@ def main() -> int:
             collected = sweep.collect(grid)
             attacks, canaries = (finished(collected, name) for name in (ATTACKS, CANARIES))
             missing = sum(cell.status != "finished" for cell in collected.cells)
-            picture = args.out.with_suffix(".svg")
-            write(figure(attacks, canaries) if attacks and canaries else None, picture)
             page = "\n".join([written_above, *markdown(attacks, canaries, missing), ""])
             args.out.write_text(page, encoding="utf-8")
+            picture = args.out.with_suffix(".svg")
+            curves = runpy.run_path(str(CURVES))
+            curves["write"](curves["where_each_dies"](page), picture)
             print(f"drawing: {picture}\npage: {args.out}")
     except typer.Exit as stopped:
         return stopped.exit_code
@@ -132,98 +105,8 @@ def together(cell: CellSummary) -> CanaryBound | None:
     return next((each for each in bounds if each.client == EVERYONE), None)
 
 
-def figure(attacks: Cells, canaries: Cells) -> Chart:
-    """Returns three panels above each other, with one axis of noise."""
-    worst = {sigma or NO_NOISE: cell.worst_case for sigma, cell in attacks.items()}
-    told = {sigma or NO_NOISE: who_was_in(cell) for sigma, cell in attacks.items()}
-    exact, rouge, _ = MEASURES
-    control = "ROUGE-L with another client's update"
-    read = [
-        {"x": sigma, "series": measure.heading, **span(measure.value(case), measure.scale)}
-        for sigma, case in worst.items()
-        for measure in (exact, rouge)
-    ]
-    beside = [
-        {"x": sigma, "y": rouge.beside(case, rouge.control), "series": control}
-        for sigma, case in worst.items()
-    ]
-    nothing = [
-        {"x": sigma, "y": NOWHERE, "series": NO_ANSWER}
-        for sigma, case in worst.items()
-        if exact.value(case) is None
-    ]
-    score = f"AUC of the score {SCORE}"
-    areas = [
-        {"x": sigma, "series": score, **span(None if figures is None else figures.auc)}
-        for sigma, figures in told.items()
-    ]
-    chance = [{"y": 0.5, "series": "chance"}]
-    series = [
-        Series.numbered(exact.heading, 0, 0),
-        Series.numbered(rouge.heading, 1, 1),
-        Series(control),
-        Series(NO_ANSWER, shape="triangle-down"),
-        Series.numbered(score, 2, 2),
-        Series("chance", shape="stroke", dash=(2, 2)),
-        Series("accounted: at most", INK, "stroke"),
-        *(Series.numbered(name, 3 + i, 3 + i) for i, name in enumerate(BOUNDS)),
-        *(Series(f"{name}: nothing seen", COLOURS[3 + i]) for i, name in enumerate(BOUNDS)),
-    ]
-    bounds = [row for sigma, cell in canaries.items() for row in _bounds(sigma, together(cell))]
-    shown = present(series, read, beside, nothing, areas, chance, bounds)
-    of_lines = {"accounted: at most", *BOUNDS}
-    ends = [NO_NOISE, max(*attacks, *canaries)]
-    name = "noise multiplier of DP-SGD (leftmost: no defense)"
-    x = numbers(name, ends, log=True, format="~g")
-    y = numbers("epsilon, at delta 1e-5", log=True, format="~e")
-    below: Chart = {"width": 420}
-    return {
-        "vconcat": [
-            panel(
-                x,
-                PER_CENT | {"title": "what was read, worst case over attacks"},
-                shown,
-                points=[*read, *beside, *nothing],
-                lines=read,
-                **below,
-            ),
-            panel(
-                x,
-                numbers("who was in", [0, 1.05]),
-                shown,
-                points=areas,
-                lines=areas,
-                across=chance,
-                **below,
-            ),
-            panel(
-                x,
-                y,
-                shown,
-                points=bounds,
-                lines=[row for row in bounds if row["series"] in of_lines],
-                **below,
-            ),
-        ],
-        **TOGETHER,
-    }
-
-
-def _bounds(sigma: float, bound: CanaryBound | None) -> Iterator[Row]:
-    """Yields what is accounted, and below it what is bounded; a bound of 0 near the bottom."""
-    # Batches are fixed, so canaries are not sampled, and every kind of bound is a number.
-    if bound is None:
-        return
-    yield {"x": sigma, "y": float(bound.epsilon), "series": "accounted: at most"}
-    for name, of in BOUNDS.items():
-        value = of(bound) or 0.0
-        yield {"x": sigma, "y": value or None, "series": name}
-        if not value:
-            yield {"x": sigma, "y": LEAST, "series": f"{name}: nothing seen"}
-
-
 def markdown(attacks: Cells, canaries: Cells, missing: int) -> Iterator[str]:
-    """Yields the figures that are drawn."""
+    """Yields the figures, which are drawn from this table."""
     yield ""
     if missing:
         yield f"{missing} cells were not run."

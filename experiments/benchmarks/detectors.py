@@ -6,12 +6,13 @@ It trains the runs of detectors.toml, or of another file like it, without attack
 goes on where it was stopped. A round of a client is one trial, and a run is a cluster. What has no
 limit by itself gets one for this table: the largest statistic of the honest runs with public seeds,
 whose texts no judged run has. The tables are written into the page, docs/detectors.md, below its
-marker; --no-run writes what there is.
+marker, and beside it what docs/curves.py draws of them; --no-run writes what there is.
 """
 
 import argparse
 import copy
 import itertools
+import runpy
 import statistics
 import sys
 import tomllib
@@ -30,8 +31,6 @@ from fedleak.config.experiment import Experiment
 from fedleak.config.loading import expanded, parse, set_
 from fedleak.federation.schedule import clients_of_round, target
 from fedleak.flower.engines import train
-from fedleak.report.drawings import chart
-from fedleak.report.drawings.chart import INK, Chart, Series
 from fedleak.report.marked_pages import above
 from fedleak.running import preparation
 from fedleak.running.dispatch.dispatcher import attack_captures
@@ -40,6 +39,7 @@ from fedleak.store.run import Key, Run
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "detectors.md"
+CURVES = HERE.parents[1] / "docs" / "curves.py"
 MARKER = (
     "<!-- Below this line everything is written by `python experiments/benchmarks/detectors.py`. "
     "-->\n"
@@ -49,9 +49,6 @@ HONEST = "honest"
 
 DRAWN = ("same_model", "zeros", "rank", "jump", "parallel_rows", "d_snr", "gradient_norm")
 """Detectors that see a changed model."""
-
-NOTHING_LEFT = 1e-8
-"""Where nothing is drawn: a log axis has no 0."""
 
 
 class Cell(NamedTuple):
@@ -135,11 +132,14 @@ def main() -> int:
             if cell.left is not None:
                 rows = [row for row in run.rows(LEAKAGE) if row.attack != "probes"]
                 read += [(cell, row) for row in rows if row.status != Status.FAILED]
-        chart.write(figure(trials, read), args.out.with_suffix(".svg"))
         if left:
             print(f"{left} runs are not there, and are in no figure")
-        lines = [*page(trials), *adaptive_page(trials, read, args.out.with_suffix(".svg").name)]
-        args.out.write_text(written_above + "\n" + "\n".join(lines) + "\n", encoding="utf-8")
+        picture = args.out.with_suffix(".svg")
+        lines = [*page(trials), *adaptive_page(trials, read, picture.name)]
+        written = written_above + "\n" + "\n".join(lines) + "\n"
+        args.out.write_text(written, encoding="utf-8")
+        curves = runpy.run_path(str(CURVES))
+        curves["write"](curves["detectors"](written), picture)
         print(f"written: {args.out}")
     return 0
 
@@ -299,31 +299,6 @@ def adaptive_points(
         )
         for name in dict.fromkeys(cell.mode for cell, _ in read)
     }
-
-
-def figure(trials: Sequence[Trial], read: Sequence[tuple[Cell, LeakageRow]]) -> Chart | None:
-    """Draws what is read against what is noticed; None: nothing was."""
-    by_name = adaptive_points(trials, read)
-    if not by_name:
-        return None
-    series = [Series("texts read", INK)]
-    series += [Series.numbered(f"alarms of {kind}", i, i) for i, kind in enumerate(DRAWN)]
-    panels = []
-    for name, by_left in by_name.items():
-        rows = [
-            {"x": max(left, NOTHING_LEFT), "y": y, "series": one.name}
-            for left, (exact, alarms) in by_left.items()
-            for one, y in zip(series, (exact, *(alarms[kind] for kind in DRAWN)), strict=True)
-        ]
-        x = chart.numbers(
-            "share left of what the server would set to zero (leftmost: nothing)", log=True
-        )
-        panels.append(
-            chart.panel(
-                x, chart.numbers("%"), series, points=rows, lines=rows, title=name, width=380
-            )
-        )
-    return chart.grid(panels, 1)
 
 
 def adaptive_page(
