@@ -14,6 +14,9 @@ multiply all numbers alike. So a proof is of the update's direction, one number 
 A scale other than 1 hides one thing: a batch of which every text occurs equally often, and that
 more than once, pulls like the same batch once. Such a batch is not proved.
 
+A mask, or pruning, sends some numbers of a row as they were, and zeros in place of the others. Then
+the numbers that came are compared, and zeros say nothing.
+
 Shapes: B sequences, T tokens, C classes, U logits of all sequences; X: all numbers of a gradient.
 """
 
@@ -49,6 +52,9 @@ can tell their words apart: a word is one of many in a batch."""
 
 _WORDS_AT_ONCE = 256
 """Words whose distances to all others are in memory."""
+
+_ZEROS = 0.02
+"""Share of zeros in rows that have other numbers, above which these zeros are none."""
 
 _SMALL = 1e-3
 """A tensor below this fraction of the update's norm counts as this large: some are zero."""
@@ -113,6 +119,15 @@ def is_linear(seen: Observation) -> bool:
     known = seen.knowledge
     adds_up = known.recipe is None or known.recipe.adds_up
     return known.local_steps in (None, 1) and not known.dropout and adds_up
+
+
+def lacks_numbers(tensors: Iterable[Tensor]) -> bool:
+    """Whether of rows that have numbers not all came: of a masked or pruned update."""
+    lacking, total = 0, 0
+    for value in tensors:
+        used = int(value.any(-1).sum()) * (value.shape[-1] if value.dim() else 1)
+        lacking, total = lacking + used - int(value.count_nonzero()), total + used
+    return lacking > _ZEROS * total
 
 
 def close(model: LanguageModel, ids: Sequence[int]) -> tuple[int, ...]:
@@ -298,6 +313,8 @@ def _explained(
         return []
     columns = [_flat(gradient) for unit in sequence_units for gradient in unit.gradients]
     system_XU, target_X = torch.stack(columns, 1), _flat({n: observed[n] for n in names})
+    # A mask, or pruning, may have made a zero of any number.
+    system_XU, target_X = system_XU[target_X != 0], target_X[target_X != 0]
     if len(columns) > len(target_X):
         return []
     kappa_U = torch.linalg.lstsq(system_XU, target_X[:, None]).solution[:, 0]
@@ -341,7 +358,7 @@ def _last_parameters(
     for name in reversed([name for name, _ in model.module.named_parameters()]):
         if name in observed and name not in null:
             names.append(name)
-            numbers -= observed[name].numel()
+            numbers -= int(observed[name].count_nonzero())
             if numbers <= 0:
                 break
     return names
@@ -597,11 +614,11 @@ def has_twins(model: LanguageModel, words: Set[int], seen: Observation) -> bool:
     """Whether another text gives the same update, because two words have nearly one embedding.
 
     Words that a model hardly met in training may have. Only the rows of the embedding's gradient
-    tell such words apart.
+    tell such words apart; of a pruned update a word may have none.
     """
-    if model.family.word_embedding in seen.update.tensors:
-        return False
     content = sorted(words - model.special_ids())
+    if (rows_VD := seen.update.tensors.get(model.family.word_embedding)) is not None:
+        content = [word for word in content if not rows_VD[word].any()]
     return bool(content) and float(nearest_words(model, content)[1].min()) < (
         _TOLD_APART * precision(seen)
     )
@@ -691,28 +708,35 @@ def difference(
         done += len(some)
     if done < len(batch):
         return None
-    sizes = torch.stack([tensor.norm() for tensor in observed.values()])
-    sizes = sizes.clamp_min(_SMALL * float(sizes.norm()))
+    as_sent = _apart(gradients, [*observed.values()], precision(seen))
+    if as_sent.relative < precision(seen) or not lacks_numbers(observed.values()):
+        return as_sent
+    for own_X, observed_X in zip(gradients, observed.values(), strict=True):
+        own_X.masked_fill_(observed_X == 0, 0)
+    return _apart(gradients, [*observed.values()], precision(seen))
 
-    room = gradients[0].new_empty(max(tensor.numel() for tensor in gradients))
+
+def _apart(own: Sequence[Tensor], observed: Sequence[Tensor], enough: float) -> Difference:
+    """Returns how far tensors are from others; at another scale, if they are near enough there."""
+    sizes = torch.stack([tensor.norm() for tensor in observed])
+    sizes = sizes.clamp_min(_SMALL * float(sizes.norm()))
+    room = own[0].new_empty(max(tensor.numel() for tensor in own))
 
     def apart(scale: float) -> float:
         norms = [
             torch.sub(b, a, alpha=scale, out=room[: a.numel()].view_as(a)).norm()
-            for a, b in zip(gradients, observed.values(), strict=True)
+            for a, b in zip(own, observed, strict=True)
         ]
         return float((torch.stack(norms) / sizes).max())
 
     plain = Difference(apart(1.0), 1.0)
-    if plain.relative < precision(seen):
+    if plain.relative < enough:
         return plain
-    own_square = sum(float(a.flatten() @ a.flatten()) for a in gradients)
-    inner = sum(
-        float(a.flatten() @ b.flatten()) for a, b in zip(gradients, observed.values(), strict=True)
-    )
+    own_square = sum(float(a.flatten() @ a.flatten()) for a in own)
+    inner = sum(float(a.flatten() @ b.flatten()) for a, b in zip(own, observed, strict=True))
     # No client turns its update around.
     if not inner > 0 < own_square:
         return plain
     scale = inner / own_square
     scaled = Difference(apart(scale), scale)
-    return scaled if scaled.relative < precision(seen) else plain
+    return scaled if scaled.relative < enough else plain

@@ -23,7 +23,7 @@ from fedleak.attacks.auto.budget import Pace, Reserve, share_of_spans
 from fedleak.attacks.auto.chance import FEWEST, PLACEBOS, leaves_noise, noise_of, worth
 from fedleak.attacks.auto.evidence import choose, compare
 from fedleak.attacks.auto.joint_likelihood import MOST_TEXTS
-from fedleak.attacks.auto.maximum_likelihood import MaximumLikelihood, hides_proofs
+from fedleak.attacks.auto.maximum_likelihood import MaximumLikelihood, is_blurred
 from fedleak.attacks.auto.peeling import occurrences, peel
 from fedleak.attacks.auto.sharpening import Ids, Labelled, sharpened
 from fedleak.attacks.clock import Clock
@@ -152,7 +152,7 @@ class Auto(OneByOne):
     """
 
     kind: ClassVar[str] = "auto"
-    version: ClassVar[int] = 15
+    version: ClassVar[int] = 16
     slow: ClassVar[bool] = True
     uses: ClassVar[frozenset[str]] = Lamp.uses | {"noise_scale"}
     seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 120.0
@@ -277,7 +277,7 @@ class _Attempt:
             # Where there is no noise the others prove what they read.
             known = certificate.is_linear(self._seen)
             few = self._seen.update.num_examples <= MOST_TEXTS
-            return few and known and hides_proofs(self._seen, self._model)
+            return few and known and is_blurred(self._seen, self._model)
         return True
 
     def _is_long(self) -> bool:

@@ -17,6 +17,7 @@ from fedleak.attacks.auto.sharpening import PROPOSED, trial
 from fedleak.attacks.certificate import as_gradient, is_linear
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.matching.batch_structure import frame
+from fedleak.attacks.subspace.completion import completed
 from fedleak.attacks.subspace.span import row_space
 from fedleak.models import CLASSIFICATION, LanguageModel
 from fedleak.training.observation import Observation
@@ -58,7 +59,10 @@ def share_of_spans(seen: Observation, model: LanguageModel) -> float:
     """
     if not is_linear(seen):
         return _CLEAR  # attacks on spans measure what local steps blur
-    gradients = model.family.attention_gradients(as_gradient(seen), 0)
+    observed = as_gradient(seen)
+    names = [name for name in model.family.attention_parameters(0) if name in observed]
+    mended = completed(model, observed, names) if names else None
+    gradients = model.family.attention_gradients({**observed, **(mended or {})}, 0)
     span = row_space(gradients) if gradients else None
     return _CLEAR if span is not None and span.exact else _BLURRED
 

@@ -28,7 +28,8 @@ is `-k/2 log E`. So head(x) = -k/2 log(E + k + 3 sqrt(2 n)), which is also the w
 ascent on all three from the best of it: each place gets other words, the end moves by a word. One
 rule stops it: the chi-square accepts a text (E < 3 sqrt(2 n)). That text is `likely` if the test
 also rejects, at twice the deviations, every other text that was tried, and the nearest by rows and
-prior are tried at each place. It proves nothing: texts that were not tried may fit as well.
+prior are tried at each place. That proves nothing: texts that were not tried may fit as well. Of
+a mask, or pruning, what came is as it was, and proves a text (`certificate`).
 
 **Other blur.** A number that was quantized, masked, pruned or cut down to its sign says between
 what it was (`coarseness`). So E is the square of what a text's gradient is outside these bounds,
@@ -56,7 +57,7 @@ import torch
 from pydantic import AfterValidator, Field
 from torch import Tensor
 
-from fedleak.attacks import AttackSetting, OneByOne, Progress
+from fedleak.attacks import AttackSetting, OneByOne, Progress, certificate
 from fedleak.attacks.analytic.embedding_rows import above_noise
 from fedleak.attacks.analytic.label_counts import label_counts
 from fedleak.attacks.auto.coarseness import EXACT, Coarseness, coarseness
@@ -64,7 +65,7 @@ from fedleak.attacks.auto.evidence import gradients_of
 from fedleak.attacks.auto.joint_likelihood import MOST_TEXTS, Joint, Search, table
 from fedleak.attacks.auto.pooled_span import SIGMAS, PooledSpan
 from fedleak.attacks.auto.text_by_text import TextSearch
-from fedleak.attacks.certificate import PRECISION, as_gradient, is_linear
+from fedleak.attacks.certificate import NOTHING_PROVED, PRECISION, as_gradient, is_linear
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.matching.batch_structure import Frame, frame
 from fedleak.attacks.matching.factored_gradients import BatchGradients
@@ -195,7 +196,7 @@ class MaximumLikelihood(OneByOne):
     """
 
     kind: ClassVar[str] = "maximum_likelihood"
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     slow: ClassVar[bool] = True
     uses: ClassVar[frozenset[str]] = frozenset({"labels", "lengths"})
     seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 30.0
@@ -281,16 +282,20 @@ class MaximumLikelihood(OneByOne):
         accepted = best.excess < SIGMAS
         # Twice: what is left may be as far below what is expected as it may be above.
         clear = nearest is not None and nearest > 2 * SIGMAS + max(best.excess, 0.0)
-        likely = accepted and search.compared and clear
+        # Numbers that came as they were prove a text, however few they are.
+        verdict = certificate.judge(model, (best.ids,), seen) if accepted else NOTHING_PROVED
+        likely = verdict.verified or (accepted and search.compared and clear)
         answer = Reconstruction(
             status=Status.RECOVERED,
             sequences=(best.ids,),
-            evidence=(max(best.excess, 0.0),),
+            evidence=(0.0 if verdict.verified else max(best.excess, 0.0),),
             tokens=tuple(sorted(set(best.ids))),
             diagnostics=numbers
             | {"likely": [likely], "excess": best.excess, "nearest": nearest}
-            | {"label": best.label, "tried": len(others) + 1},
-            reason=_REASONS[likely, accepted],
+            | {"label": best.label, "tried": len(others) + 1}
+            | verdict.diagnostics(),
+            verified=verdict.verified,
+            reason=verdict.remark() if verdict.verified else _REASONS[likely, accepted],
         )
         return Reading(answer, (best.ids,), settled=likely)
 
@@ -413,8 +418,8 @@ def rows_of(
     return Rows(word_VD, place_PD, *noises, kept=coarse.kept, zeros=coarse is not EXACT)
 
 
-def hides_proofs(seen: Observation, model: LanguageModel) -> bool:
-    """Whether an update is blurred more than a proof admits, as far as its numbers tell."""
+def is_blurred(seen: Observation, model: LanguageModel) -> bool:
+    """Whether an update lacks numbers, or is blurred more than a proof admits."""
     if coarseness(seen, behind_layers(AttackSetting.of(seen, model))) is not EXACT:
         return True
     observed = as_gradient(seen)

@@ -37,14 +37,16 @@ def peel(
     share = 1 - sum(member.weight for member in members)
     if left < 1 or share <= 0:
         return None
-    rest = {name: value / scale for name, value in as_gradient(seen).items()}
+    observed = as_gradient(seen)
+    rest = {name: value / scale for name, value in observed.items()}
     for member in members:
         for label, weight in _weights(member, seen.update.num_examples):
             rest = {
                 name: rest[name] - weight * gradient
                 for name, gradient in gradient_of(model, member.ids, label, list(rest)).items()
             }
-    tensors = {name: value / share for name, value in rest.items()}
+    # A number that did not come is still none.
+    tensors = {name: (value / share).where(observed[name] != 0, 0) for name, value in rest.items()}
     return replace(
         seen,
         update=ClientUpdate(UpdateKind.GRADIENT, tensors, left),

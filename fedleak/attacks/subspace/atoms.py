@@ -11,6 +11,7 @@ P positions; X: any axes.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -49,6 +50,11 @@ class Targets:
     noise: dict[str, float]
     target_NHK: Tensor
     noise_NH: Tensor
+
+    @cached_property
+    def told_HK(self) -> Tensor:  # noqa: N802
+        """Which numbers of targets are told: of a masked update some rows may not be."""
+        return self.target_NHK.any(0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,10 +158,12 @@ class Atoms(Targets):
         weight_HM1 = torch.linalg.pinv(vector_HMK.mT) @ target_HK[..., None]
         rest_HK = target_HK - (vector_HMK.mT @ weight_HM1)[..., 0]
         size_HM = vector_HMK.norm(dim=-1)
-        freedom_H = (target_HK.shape[1] - (size_HM > 0).sum(1)).clamp_min(1)
+        freedom_H = self.told_HK.sum(1) - (size_HM > 0).sum(1)
         terms_H = (weight_HM1[..., 0] * size_HM).norm(dim=-1)
         bound_H = freedom_H * self.noise_NH[seed].square() + (ROUNDING * terms_H).square()
-        return float((rest_HK.square().sum(-1) / bound_H.clamp_min(NOTHING)).mean().sqrt())
+        rest_H = rest_HK.square().sum(-1) / bound_H.clamp_min(NOTHING)
+        # A head of which fewer rows are told than there are members says nothing.
+        return float(rest_H[freedom_H > 0].mean().sqrt()) if (freedom_H > 0).any() else math.inf
 
 
 def make_atoms(
@@ -221,6 +229,8 @@ def atoms_of(
     sides = [side for side in spanning if side in by_side]
     values = [bag.coefficients(by_side[side]) for side in sides]
     split = (len(bag.tokens_N), block.num_heads, -1)
+    target_NHK = torch.cat([coeffs.value_NO.reshape(split) for coeffs in values], 1)
+    vector_HAK = torch.cat([spanning[side].double().transpose(0, 1) for side in sides])
     first, last = None, None
     if not family.causal:
         first, last = model.tokenizer.cls_token_id, model.tokenizer.sep_token_id
@@ -231,11 +241,12 @@ def atoms_of(
         bag_A=bag_A,
         token_A=bag.tokens_N[bag_A],
         position_A=position_A,
-        vector_HAK=torch.cat([spanning[side].double().transpose(0, 1) for side in sides]),
+        # Of rows that are not told no atom explains anything.
+        vector_HAK=vector_HAK * target_NHK.any(0)[:, None],
         of_keys_H=torch.tensor(
             [side == "key" for side in sides for _ in range(block.num_heads)]
         ).to(x_AD.device),
-        target_NHK=torch.cat([coeffs.value_NO.reshape(split) for coeffs in values], 1),
+        target_NHK=target_NHK,
         noise_NH=torch.cat(
             [coeffs.noise_NO.reshape(split).square().mean(-1).sqrt() for coeffs in values], 1
         ),

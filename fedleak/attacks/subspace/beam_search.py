@@ -134,8 +134,8 @@ def grow(atoms: Atoms, seeds_S: Tensor, width: int) -> Iterator[tuple[Tensor, Te
         seeds_S: Indices of the seeds in the bag.
         width: Sets of each seed that are kept; more in the first step, one for each position.
     """
-    vector_HAK = atoms.vector_HAK / atoms.vector_HAK.norm(dim=-1).mean(-1)[:, None, None]
-    vector_HAK = vector_HAK.float()
+    size_H11 = atoms.vector_HAK.norm(dim=-1).mean(-1)[:, None, None].clamp_min(NOTHING)
+    vector_HAK = (atoms.vector_HAK / size_H11).float()
     norm_SH1 = atoms.target_NHK[seeds_S].norm(dim=-1, keepdim=True).clamp_min(NOTHING)
     target_SHK = (atoms.target_NHK[seeds_S] / norm_SH1).float()
     noise_HS11 = (atoms.noise_NH[seeds_S] / norm_SH1[..., 0]).square().float().T[..., None, None]

@@ -15,6 +15,8 @@ certifies it: a right set leaves rounding, a set with one wrong token thousands 
 Of a rotary model, whose inputs say nothing of positions, sentences grow from their beginnings
 (`prefix_tree`).
 
+Of a mask, or pruning, rows are completed first (`completion`).
+
 The sentences that the model's own gradient confirms (`certificate`) are subtracted from the update,
 and the rest is read anew: tokens that two sentences shared become seeds. Batch size, lengths and
 labels are not used.
@@ -45,6 +47,7 @@ from fedleak.attacks.subspace.answer import (
 )
 from fedleak.attacks.subspace.atoms import Atoms, Targets, make_atoms
 from fedleak.attacks.subspace.beam_search import Spanned, read_seeds
+from fedleak.attacks.subspace.completion import completed
 from fedleak.attacks.subspace.dropped_inputs import DroppedBatch, read_dropped
 from fedleak.attacks.subspace.prefix_tree import Prefixes, make_prefixes, read_tree
 from fedleak.attacks.subspace.span import ACCEPT, margin
@@ -131,11 +134,12 @@ class Keyspan(OneByOne):
         clock, tell = Clock(self.seconds), telling(on_progress, model)
         observed = certificate.as_gradient(seen)
         names = [name for name in model.family.attention_parameters(0) if name in observed]
-        whole = left = {name: observed[name] for name in names}
+        mended = completed(model, observed, names)
+        whole = left = mended or {name: observed[name] for name in names}
         rotary = model.family.position_embedding is None
         make = make_prefixes if rotary else make_atoms
         most = len(_RUNS) if rotary else _TRIES
-        among_N, effort = _looked_up(model, observed) if rotary else None, 1
+        among_N, effort = _looked_up(model, observed) if rotary or mended else None, 1
         passes: list[Targets] = []
         passed: dict[tuple[int, ...], Spanned] = {}
         nearest: list[Spanned] = []
@@ -164,7 +168,8 @@ class Keyspan(OneByOne):
                 break
             # A token that these share with others had a sum of gradients: read the rest anew.
             left = {
-                name: g - sum(proof.gradient[name] for proof in new) for name, g in left.items()
+                name: (g - sum(proof.gradient[name] for proof in new)).where(whole[name] != 0, 0)
+                for name, g in left.items()
             }
             if all(left[name].norm() < 2 * noise for name, noise in passes[0].noise.items()):
                 break
@@ -326,7 +331,7 @@ def _at_seed(
     by_side = model.family.projections(gradients, 0)
     inverse_D = atoms.bag.inverse_DM[:, seed]
     sides = [by_side[side].double() @ inverse_D for side in ("query", "key") if side in by_side]
-    return torch.cat(sides).reshape(atoms.target_NHK.shape[1:])
+    return torch.cat(sides).reshape(atoms.target_NHK.shape[1:]) * atoms.told_HK
 
 
 def _reading_of(dropped: DroppedBatch, width: int, *, time_up: bool) -> Reading:

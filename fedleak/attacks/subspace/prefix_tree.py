@@ -134,7 +134,12 @@ class Prefixes(Targets):
         if offset not in self._turned:
             offset_N = torch.full((len(self.x_ND),), offset, device=self.x_ND.device)
             q_NHK, k_NHK, _ = self.block.project(self.x_ND, offset_N)
-            self._turned[offset] = q_NHK.double(), k_NHK.double()
+            # Of rows that are not told no token explains anything.
+            told_HK = self.query.target_NGK.any(0)
+            told_GK = told_HK if self.key is None else self.key.target_NGK.any(0)
+            shared = q_NHK.shape[1] // len(told_GK)
+            told_by_key_HK = told_GK.repeat_interleave(shared, 0)
+            self._turned[offset] = q_NHK.double() * told_by_key_HK, k_NHK.double() * told_HK
         return self._turned[offset]
 
     def grouped(self, offset: int, heads: int) -> Tensor:

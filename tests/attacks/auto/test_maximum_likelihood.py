@@ -17,7 +17,7 @@ from fedleak.attacks.auto.maximum_likelihood import (
     _moved,
     _Search,
     behind_layers,
-    hides_proofs,
+    is_blurred,
     masked_odds,
     noise_scale,
     used_odds,
@@ -56,7 +56,7 @@ def test_a_text_is_read_without_its_length_label_or_noise(small, observe, family
     assert answer.diagnostics["label"] == 1
     assert answer.diagnostics["likely"] == [True]
     assert answer.diagnostics["nearest"] > 3
-    assert not answer.verified
+    assert answer.verified == (not sigma)
     assert "determined" not in answer.diagnostics
     if sigma:
         assert answer.diagnostics["noise_scale"] == pytest.approx(sigma, rel=0.02)
@@ -81,13 +81,15 @@ def test_a_text_is_read_from_coarse_numbers(small, observe, family, defense):
     model = small(family, CLASSIFICATION, layers=3, width=64)
     truth = observe(model, [TEXT], [1])
     seen = blurred(truth.seen, defense)
-    assert hides_proofs(seen, model)
+    assert is_blurred(seen, model)
     answer = ask(seen, model)
     assert answer.sequences == tuple(truth.sequences)
     assert answer.diagnostics["label"] == 1
     # The head of a small GPT-2 is 320 numbers, whose bits may suit another text, too.
     rejects = family == "bert" and not isinstance(defense, Sign)
     assert answer.diagnostics["likely"] == [True] or not rejects
+    # What came as it was proves a text; what was rounded proves none.
+    assert answer.verified == isinstance(defense, Mask | Prune)
 
 
 @pytest.mark.parametrize("defense", [*BLURS, Quantize(bits=2)], ids=repr)
@@ -268,9 +270,9 @@ def test_the_misfit_is_that_of_the_recomputed_gradient_up_to_a_factor(small, obs
 def test_only_noise_that_hides_a_proof_counts(small, observe):
     model = small("bert", layers=3, width=48)
     seen = observe(model, [TEXT]).seen
-    assert not hides_proofs(seen, model)
-    assert not hides_proofs(noisy(seen, 1e-9), model)
-    assert hides_proofs(noisy(seen, 1e-4), model)
+    assert not is_blurred(seen, model)
+    assert not is_blurred(noisy(seen, 1e-9), model)
+    assert is_blurred(noisy(seen, 1e-4), model)
 
 
 def test_out_of_time_it_says_so(small, observe):

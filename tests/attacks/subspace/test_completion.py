@@ -1,0 +1,112 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fedleak.attacks import certificate
+from fedleak.attacks.subspace.completion import completed
+from fedleak.attacks.subspace.keyspan import Keyspan
+from fedleak.defenses.gaussian_noise import GaussianNoise
+from fedleak.defenses.mask import Mask
+from fedleak.defenses.prune import Prune
+from fedleak.defenses.quantize import Quantize
+from fedleak.models import CAUSAL_LM, CLASSIFICATION
+from fedleak.util.rng import stream
+
+KINDS = [("bert", CLASSIFICATION), ("gpt2", CLASSIFICATION), ("llama", CLASSIFICATION)]
+WIDE = {"width": 96, "layers": 3}
+TEXTS = ["the cat sat on the mat", "a dog ran after it"]
+
+
+def sent(seen, *defenses):
+    for number, defense in enumerate(defenses):
+        seen = replace(seen, update=defense(seen.update, rng=stream(number, "sent")))
+    return seen
+
+
+@torch.no_grad()
+def parts_of(model, seen):
+    """What was sent of the first layer's gradients, and whole rows of them, side by side."""
+    observed = certificate.as_gradient(seen)
+    names = [name for name in model.family.attention_parameters(0) if name in observed]
+    whole = completed(model, observed, names)
+    return tuple(
+        None if some is None else torch.cat([*model.family.projections(some, 0).values()])
+        for some in (observed, whole)
+    )
+
+
+@pytest.mark.parametrize(("family", "task"), KINDS)
+@pytest.mark.parametrize("defense", [Mask(fraction=0.5), Prune(fraction=0.85)], ids=repr)
+def test_rows_are_those_of_the_gradient_before_or_zero(small, observe, family, task, defense):
+    model = small(family, task, **WIDE)
+    truth = observe(model, TEXTS, [0, 1])
+    before_OD, _ = parts_of(model, truth.seen)
+    sent_OD, whole_OD = parts_of(model, sent(truth.seen, defense))
+    told_O = whole_OD.any(1)
+    assert told_O.float().mean() > 0.5
+    apart_O = (whole_OD - before_OD).norm(dim=1)[told_O] / before_OD.norm(dim=1)[told_O]
+    assert apart_O.max() < 1e-4
+    # What came is among them, and it was less.
+    assert (sent_OD != 0).float().mean() < 0.8
+    few_O = (sent_OD != 0).sum(1) < 12
+    assert not whole_OD[few_O].any()
+
+
+@pytest.mark.parametrize(
+    "defenses",
+    [
+        (),
+        (Quantize(bits=8),),
+        (Mask(fraction=0.5), GaussianNoise(sigma=1.0)),
+        (Mask(fraction=0.95),),
+    ],
+    ids=repr,
+)
+def test_rows_that_lack_nothing_or_too_much_stay_as_they_are(small, observe, defenses):
+    model = small("bert", **WIDE)
+    truth = observe(model, TEXTS, [0, 1])
+    _, whole_OD = parts_of(model, sent(truth.seen, *defenses))
+    assert whole_OD is None
+
+
+def test_without_the_words_rows_nothing_is_completed(small, observe):
+    model = small("bert", **WIDE)
+    seen = sent(observe(model, TEXTS, [0, 1]).seen, Mask(fraction=0.5))
+    tensors = {**seen.update.tensors}
+    del tensors[model.family.word_embedding]
+    seen = replace(seen, update=replace(seen.update, tensors=tensors))
+    assert parts_of(model, seen)[1] is None
+
+
+def test_rows_outside_the_span_are_not_completed(small, observe):
+    model = small("bert", **WIDE)
+    gradients = certificate.as_gradient(sent(observe(model, TEXTS).seen, Mask(fraction=0.5)))
+    names = model.family.attention_parameters(0)
+    for name in names:
+        shape = gradients[name].shape
+        gradients[name] *= torch.rand(shape, generator=stream(0, name)) > 0.1  # fewer, yet right
+    assert completed(model, gradients, names) is not None
+    for name in names:
+        shape = gradients[name].shape
+        gradients[name] *= 1 + 0.1 * torch.randn(shape, generator=stream(1, name))
+    assert completed(model, gradients, names) is None
+
+
+@pytest.mark.parametrize(("family", "task"), KINDS)
+@pytest.mark.parametrize("defense", [Mask(fraction=0.5), Prune(fraction=0.85)], ids=repr)
+def test_a_batch_behind_a_mask_is_read_and_proved(small, observe, family, task, defense):
+    model = small(family, task, **WIDE)
+    truth = observe(model, TEXTS, [0, 1])
+    seen = sent(truth.seen, defense)
+    answer = Keyspan()(seen, model, rng=stream(0, "keyspan"))
+    assert sorted(answer.sequences) == sorted(truth.sequences)
+    assert answer.verified
+    assert certificate.proves(model, answer.sequences, seen)
+
+
+def test_a_tied_table_says_nothing_of_words(small, observe):
+    model = small("gpt2", CAUSAL_LM, **WIDE)
+    seen = sent(observe(model, TEXTS, None).seen, Mask(fraction=0.5))
+    answer = Keyspan()(seen, model, rng=stream(0, "keyspan"))
+    assert not answer.verified
