@@ -14,8 +14,9 @@ multiply all numbers alike. So a proof is of the update's direction, one number 
 A scale other than 1 hides one thing: a batch of which every text occurs equally often, and that
 more than once, pulls like the same batch once. Such a batch is not proved.
 
-A mask, or pruning, sends some numbers of a row as they were, and zeros in place of the others. Then
-the numbers that came are compared, and zeros say nothing.
+A mask, or pruning, sends some numbers of a row as they were, and zeros in place of the others; a
+change of large weights is rounded to zero here and there. Then the numbers that came are compared,
+and zeros say nothing.
 
 Shapes: B sequences, T tokens, C classes, U logits of all sequences; X: all numbers of a gradient.
 """
@@ -122,7 +123,7 @@ def is_linear(seen: Observation) -> bool:
 
 
 def lacks_numbers(tensors: Iterable[Tensor]) -> bool:
-    """Whether of rows that have numbers not all came: of a masked or pruned update."""
+    """Whether of rows that have numbers not all came."""
     lacking, total = 0, 0
     for value in tensors:
         used = int(value.any(-1).sum()) * (value.shape[-1] if value.dim() else 1)

@@ -252,9 +252,10 @@ def test_a_batch_is_read_and_proved(model, observe, texts, kind):
     answer = ask(truth.seen, model)
     assert Counter(answer.sequences) == Counter(truth.sequences)
     assert len(certified(answer)) == 4
-    # The weights of steep neurons are so large that a delta of them is rounded away.
-    assert answer.verified == (kind == UpdateKind.GRADIENT)
-    assert certificate.proves(model, answer.sequences, truth.seen) == answer.verified
+    # The weights of steep neurons are so large that a delta of them is rounded away: zeros that
+    # are no gradient, beside numbers that are.
+    assert answer.verified
+    assert certificate.proves(model, answer.sequences, truth.seen)
     assert answer.diagnostics["chance"] < 1e-12
 
 
