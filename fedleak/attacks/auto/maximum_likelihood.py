@@ -86,6 +86,9 @@ _DIRECTIONS = 100.0
 _ROUNDING = 1e-4
 """The noise is at least this share of the head's root mean square: rounding, with room."""
 
+_VANISHING = 1e-15
+"""Where no number of a table is larger, float32 loses digits of its squares, or all of them."""
+
 _ENERGIES = tuple(0.02 * 10 ** (i / 2) for i in range(8))
 """Energies of a used row that are thought alike probable, in units of the noise's."""
 
@@ -389,7 +392,8 @@ def noise_scale(word_VD: Tensor, head: Sequence[Tensor]) -> float | str:
         word_VD: Gradient of the word embedding.
         head: Those of what stands behind the layers.
     """
-    squares_V, width = word_VD.float().square().sum(1).double(), word_VD.shape[1]
+    exact = torch.float64 if float(word_VD.abs().max()) < _VANISHING else torch.float32
+    squares_V, width = word_VD.to(exact).square().sum(1).double(), word_VD.shape[1]
     # The median of a chi-square (Wilson and Hilferty 1931).
     noise = math.sqrt(float(squares_V.median()) / (width * (1 - 2 / (9 * width)) ** 3))
     if noise and not above_noise(squares_V, width).any():

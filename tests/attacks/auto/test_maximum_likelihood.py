@@ -216,6 +216,8 @@ def test_the_noise_is_that_of_rows_in_no_text():
     rows = 3e-3 * torch.randn(2000, 64, generator=stream(0, "rows"))
     rows[:20] += 1.0
     assert noise_scale(rows, [rows]) == pytest.approx(3e-3, rel=5e-3)
+    # The squares of these are zero in float32, and what is noise would be all signal.
+    assert 1e27 * noise_scale(1e-27 * rows, [1e-27 * rows]) == pytest.approx(3e-3, rel=5e-3)
     # Of a mask nothing is Gaussian.
     masked = rows * torch.logspace(-1, 1, 2000)[:, None]
     assert "not Gaussian noise" in noise_scale(masked, [rows])
