@@ -9,10 +9,12 @@ for what is independent, such as the held-out texts that a model is scored on.
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 FEWEST_DRAWS, MOST_DRAWS, NUMBERS = 1_000, 10_000, 4_000_000
 """Random weightings of the clusters for the quantiles at both ends; fewer for many clusters."""
@@ -86,13 +88,23 @@ def clustered_mean(
         np.append(known, added)
         for known, added in ((sizes, unseen), (sums, least * unseen), (sums, most * unseen))
     )
-    count = min(MOST_DRAWS, max(FEWEST_DRAWS, NUMBERS // len(sizes)))
-    # In proportion to Dirichlet's.
-    draws = np.random.default_rng(SEED).standard_exponential((count, len(sizes)))
+    draws = _weightings(len(sizes))
     low = np.quantile(draws @ lowest / (draws @ sizes), miss)
     high = np.quantile(draws @ highest / (draws @ sizes), 1 - miss)
     # Rounding must not put the mean, or a bound, outside.
     return Interval(mean, max(min(float(low), mean), least), min(max(float(high), mean), most))
+
+
+@lru_cache(maxsize=4)
+def _weightings(clusters: int) -> NDArray[np.float64]:
+    """Returns random weights of clusters, in proportion to Dirichlet's, one draw in each row.
+
+    They are the same for each figure of as many clusters, and take longer than the figure.
+    """
+    count = min(MOST_DRAWS, max(FEWEST_DRAWS, NUMBERS // clusters))
+    draws = np.random.default_rng(SEED).standard_exponential((count, clusters))
+    draws.flags.writeable = False
+    return draws
 
 
 def ranks_of_quantile(share: float, count: int, miss: float) -> tuple[int | None, int | None]:
