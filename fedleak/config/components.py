@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from types import ModuleType
 from typing import Any, Generic, TypeVar
 
@@ -226,8 +227,14 @@ def build(where: str, cls: type[Any], settings: dict[str, Any]) -> Any:
             raise ConfigError(f"{where}: {unknown('key', key, names)}")
     try:
         # As JSON, because strict Python values would have to be of the class already.
-        return TypeAdapter(cls).validate_json(json.dumps(settings, default=str), strict=True)
+        return _adapter(cls).validate_json(json.dumps(settings, default=str), strict=True)
     except ValidationError as error:
         raise ConfigError(f"{where}.{one_line(error, None)}") from error
     except ConfigError as error:  # what fields together must satisfy
         raise ConfigError(f"{where}: {error}") from error
+
+
+@lru_cache(maxsize=128)
+def _adapter(cls: type[Any]) -> TypeAdapter[Any]:
+    """Returns what makes a class of its settings; to make it takes much longer than to use it."""
+    return TypeAdapter(cls)
