@@ -196,11 +196,8 @@ class Tap:
         Raises:
             RefusedError: It is not an update of the model.
         """
-        places = {
-            name: place
-            for name, place in self._places(message).items()
-            if name in self.model.trained()
-        }
+        trained = self.model.trained()  # walks through all modules
+        places = {name: place for name, place in self._places(message).items() if name in trained}
         if not places and _SECURE_AGGREGATION in message.numbers:
             raise RefusedError(
                 "it is masked by secure aggregation and cannot be read: set reply.payload = 'sum'"
@@ -263,10 +260,10 @@ class Tap:
         """
         if sent.payload == "gradient":
             return tensors
-        changes = {}
+        changes, trained = {}, self.model.trained()
         for name in list(tensors):
             value = tensors.pop(name)  # so one parameter at a time is in memory twice
-            if name not in self.model.trained():
+            if name not in trained:
                 continue
             if sent.payload == "weights":
                 value = value - before[name]
