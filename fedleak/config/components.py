@@ -227,7 +227,8 @@ def build(where: str, cls: type[Any], settings: dict[str, Any]) -> Any:
             raise ConfigError(f"{where}: {unknown('key', key, names)}")
     try:
         # As JSON, because strict Python values would have to be of the class already.
-        return _adapter(cls).validate_json(json.dumps(settings, default=str), strict=True)
+        adapter = _adapter(cls)  # type: ignore[arg-type]  # mypy: a class may have no hash
+        return adapter.validate_json(json.dumps(settings, default=str), strict=True)
     except ValidationError as error:
         raise ConfigError(f"{where}.{one_line(error, None)}") from error
     except ConfigError as error:  # what fields together must satisfy

@@ -41,11 +41,11 @@ from torch.nn import functional as F
 from fedleak.attacks import Progress
 from fedleak.attacks.analytic.placed_words import PlacedWords, placed_words
 from fedleak.attacks.auto.evidence import gradients_of
-from fedleak.attacks.auto.pooled_span import SIGMAS, PooledSpan
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.matching.batch_structure import Frame
 from fedleak.attacks.matching.factored_gradients import BatchGradients
 from fedleak.attacks.matching.gradient_distance import Gradient
+from fedleak.attacks.subspace.pooled_span import SIGMAS, PooledSpan
 from fedleak.models import LanguageModel
 from fedleak.models.prior import Prior
 from fedleak.util.rng import stream

@@ -63,7 +63,6 @@ from fedleak.attacks.analytic.label_counts import label_counts
 from fedleak.attacks.auto.coarseness import EXACT, Coarseness, coarseness
 from fedleak.attacks.auto.evidence import gradients_of
 from fedleak.attacks.auto.joint_likelihood import MOST_TEXTS, Joint, Search, table
-from fedleak.attacks.auto.pooled_span import SIGMAS, PooledSpan
 from fedleak.attacks.auto.text_by_text import TextSearch
 from fedleak.attacks.certificate import NOTHING_PROVED, PRECISION, as_gradient, is_linear
 from fedleak.attacks.clock import Clock
@@ -72,6 +71,7 @@ from fedleak.attacks.matching.factored_gradients import BatchGradients
 from fedleak.attacks.matching.gradient_distance import Gradient
 from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.attacks.subspace.answer import Reading
+from fedleak.attacks.subspace.pooled_span import SIGMAS, PooledSpan
 from fedleak.models import CLASSIFICATION, LanguageModel, absolute
 from fedleak.models import prior as priors
 from fedleak.models.prior import Prior

@@ -22,8 +22,8 @@ from torch import Tensor
 from fedleak.attacks import Progress
 from fedleak.attacks.analytic.placed_words import PlacedWords
 from fedleak.attacks.auto.joint_likelihood import Ids, State, UnderAttack, next_words, table
-from fedleak.attacks.auto.pooled_span import SIGMAS
 from fedleak.attacks.clock import Clock
+from fedleak.attacks.subspace.pooled_span import SIGMAS
 from fedleak.models import pad
 from fedleak.util.rng import stream
 

@@ -15,7 +15,8 @@ certifies it: a right set leaves rounding, a set with one wrong token thousands 
 Of a rotary model, whose inputs say nothing of positions, sentences grow from their beginnings
 (`prefix_tree`).
 
-Of a mask, or pruning, rows are completed first (`completion`).
+Of a mask, or pruning, rows are completed first (`completion`). Where too few rows of queries and
+keys are, the last block groups the pairs (`paired_texts`).
 
 The sentences that the model's own gradient confirms (`certificate`) are subtracted from the update,
 and the rest is read anew: tokens that two sentences shared become seeds. Batch size, lengths and
@@ -37,6 +38,7 @@ from fedleak.attacks import AttackSetting, OneByOne, Progress, certificate
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.attacks.subspace.answer import (
+    Judged,
     OnJudged,
     Reading,
     by_excess,
@@ -49,9 +51,11 @@ from fedleak.attacks.subspace.atoms import Atoms, Targets, make_atoms
 from fedleak.attacks.subspace.beam_search import Spanned, read_seeds
 from fedleak.attacks.subspace.completion import completed
 from fedleak.attacks.subspace.dropped_inputs import DroppedBatch, read_dropped
+from fedleak.attacks.subspace.paired_texts import read_pairs
+from fedleak.attacks.subspace.pooled_span import PooledSpan
 from fedleak.attacks.subspace.prefix_tree import Prefixes, make_prefixes, read_tree
 from fedleak.attacks.subspace.span import ACCEPT, margin
-from fedleak.models import LanguageModel
+from fedleak.models import CLASSIFICATION, LanguageModel
 from fedleak.training.observation import Observation
 
 _WIDER = 4
@@ -104,11 +108,15 @@ class Keyspan(OneByOne):
 
         Of a rotary model also the word embedding: without positions its rows are the token bag.
         With positions both embeddings: their rows are words and places where dropout hides them.
+        Of a classifier also the last block, which groups words where pruning hides queries.
         """
         family = setting.family
         places = () if family.position_embedding is None else (family.position_embedding,)
         tables = (family.word_embedding, *places)
-        return frozenset((*family.attention_parameters(0), *family.classifier, *tables))
+        last = family.modules(setting.num_layers - 1)
+        pooled = [name for letter in "ofp" for name in last.get(letter, ())]
+        pooled = pooled if setting.task == CLASSIFICATION else []
+        return frozenset((*family.attention_parameters(0), *family.classifier, *tables, *pooled))
 
     def __call__(
         self,
@@ -141,7 +149,7 @@ class Keyspan(OneByOne):
         most = len(_RUNS) if rotary else _TRIES
         among_N, effort = _looked_up(model, observed) if rotary or mended else None, 1
         passes: list[Targets] = []
-        passed: dict[tuple[int, ...], Spanned] = {}
+        passed: dict[tuple[int, ...], Judged] = {}
         nearest: list[Spanned] = []
         proofs: list[Proof] = []
         counted = certificate.Counted([], 1.0)
@@ -159,7 +167,7 @@ class Keyspan(OneByOne):
                 # Without keys only its own gradient tells where a sentence ends.
                 known = {proof.pull.unit.ids for proof in explained}
                 spanned = [sentence for sentence in spanned if sentence.ids in known]
-            passed = {sentence.ids: sentence for sentence in spanned} | passed
+            passed = {**{sentence.ids: sentence for sentence in spanned}, **passed}
             counted = _counted(model, [*proofs, *explained], seen, passes[0])
             old, fresh = counted.of_pulls[: len(proofs)], counted.of_pulls[len(proofs) :]
             new = [proof for proof, known in zip(explained, fresh, strict=True) if known]
@@ -181,6 +189,11 @@ class Keyspan(OneByOne):
             if dropped is not None:
                 return _reading_of(dropped, model.hidden_size, time_up=clock.rang)
         members = [known for known in counted.of_pulls if known]
+        if mended and len(members) < seen.update.num_examples and isinstance(passes[0], Atoms):
+            paired = self._paired(passes[0], seen, model, rng, clock, tell)
+            passed = {**{text.ids: text for text in paired}, **passed}
+            if passed:
+                members = certificate.explain(model, [*passed], seen, clock) or members
         answer = _answer(passes, list(passed.values()), nearest, members, seen, model, clock)
         # Noise lets a wrong sentence explain a gradient, too.
         certain = members if passes and passes[0].span.exact else []
@@ -190,6 +203,22 @@ class Keyspan(OneByOne):
         tokens = (answer.tokens or ()) if answer.verified or not answer.reason else ()
         sequences = answer.sequences or ()
         return Reading(answer, sequences, tuple(certain), tokens, counted.scale)
+
+    def _paired(
+        self,
+        atoms: Atoms,
+        seen: Observation,
+        model: LanguageModel,
+        rng: torch.Generator,
+        clock: Clock,
+        tell: OnJudged,
+    ) -> list[Judged]:
+        """Returns texts of the pairs of a batch, if the last block tells them."""
+        size = seen.update.num_examples
+        if model.task != CLASSIFICATION or size == 1 or not atoms.span.exact:
+            return []
+        span = PooledSpan(model, certificate.as_gradient(seen), 1.0, size)
+        return read_pairs(atoms, span, size, rng, clock, tell) if span else []
 
     def _late(self, answer: Reconstruction) -> Reconstruction:
         """Returns an answer that says that time was up."""
@@ -362,8 +391,8 @@ _WITH_DROPOUT = {
 
 def _answer(
     passes: Sequence[Targets],
-    passed: Sequence[Spanned],
-    nearest: Sequence[Spanned],
+    passed: Sequence[Judged],
+    nearest: Sequence[Judged],
     members: Sequence[certificate.Member],
     seen: Observation,
     model: LanguageModel,

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from fedleak.attacks.auto.joint_likelihood import Joint, Judgement, table
-from fedleak.attacks.auto.pooled_span import Fit, PooledSpan
 from fedleak.attacks.auto.text_by_text import TextSearch
 from fedleak.attacks.certificate import as_gradient
 from fedleak.attacks.clock import UNLIMITED
 from fedleak.attacks.matching.batch_structure import frame
+from fedleak.attacks.subspace.pooled_span import Fit, PooledSpan
 from fedleak.defenses.gaussian_noise import GaussianNoise
 from fedleak.models import CLASSIFICATION
 from fedleak.util.rng import stream

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from fedleak.attacks.auto.peeling import gradient_of
-from fedleak.attacks.auto.pooled_span import SIGMAS, PooledSpan, directions
 from fedleak.attacks.certificate import as_gradient
+from fedleak.attacks.subspace.pooled_span import SIGMAS, PooledSpan, directions
 from fedleak.defenses.gaussian_noise import GaussianNoise
 from fedleak.models import CLASSIFICATION
 from fedleak.util.rng import stream

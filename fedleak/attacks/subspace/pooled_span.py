@@ -17,6 +17,10 @@ are seen, is u times a chi-square of n - r, with u = sum (v_i x)^2 tan_i^2 / (n 
 Gaussian of unknown size in k directions, its log probability is -k/2 log E. So a weight adds
 `-k/2 log(E + (k + 3 sqrt(2 (n - r))) u)`. The better a text is determined, the more it scores.
 
+**A mask, or pruning** leaves a part of G as it was, which determines a matrix of so small a rank:
+alternating least squares (Jain, Netrapalli and Sanghavi 2013) of the rows and columns of which
+enough numbers came. It is known to be right by the numbers that it was not needed for.
+
 Limits: one gradient of a classifier, no dropout. Of B texts only as many directions as stand out
 of the noise are seen: a text that points elsewhere is not told.
 
@@ -31,6 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fedleak.attacks.certificate import lacks_numbers
 from fedleak.models import LanguageModel, pad
 
 Ids = tuple[int, ...]
@@ -53,6 +58,18 @@ _ROUNDING = 1e-5
 _AT_ONCE = 32
 """Texts of a forward pass."""
 
+_SPARE = 4
+"""Numbers of a row or a column, beyond two for each text, of which a part came."""
+
+_STEPS, _RIGHT = 100, 1e-6
+"""Steps of alternating least squares at most, and what a right matrix leaves, as a share."""
+
+_ANGLE = 2e-4
+"""By which directions of such a matrix are off, at most: rounding, amplified by what is missing."""
+
+_RIDGE = 1e-14
+"""Added to equations, in units of their diagonal, so that dependent ones have a solution."""
+
 
 class Fit(NamedTuple):
     """How well a text fits into the span.
@@ -72,10 +89,12 @@ class Directions(NamedTuple):
     Attributes:
         vector_RX: Right singular vectors.
         tangent_R: The squared tangent of the angle by which noise turned each.
+        told_X: 1 for the numbers of an input that are told, 0 for others.
     """
 
     vector_RX: Tensor
     tangent_R: Tensor
+    told_X: Tensor
 
 
 def directions(gradient_YX: Tensor, noise: float, most: int) -> Directions:
@@ -93,7 +112,43 @@ def directions(gradient_YX: Tensor, noise: float, most: int) -> Directions:
     middle_R = (value_R[:seen].square() - m - n) / 2
     square_R = middle_R + (middle_R.square() - m * n).sqrt()
     cos2_R = (square_R.square() - m * n) / (square_R * (square_R + n))
-    return Directions(vector_RX[:seen].float(), (1 / cos2_R - 1).float())
+    told_X = torch.ones_like(vector_RX[0]).float()
+    return Directions(vector_RX[:seen].float(), (1 / cos2_R - 1).float(), told_X)
+
+
+def completed_directions(sent_YX: Tensor, texts: int) -> Directions | None:
+    """Returns the directions of a gradient of which a part came; None if that does not tell them.
+
+    Args:
+        sent_YX: What came of a weight's gradient, outputs first.
+        texts: Of the batch, which is its rank.
+    """
+    fewest = 2 * texts + _SPARE
+    rows_YX = sent_YX.double()[(sent_YX != 0).sum(1) >= fewest]
+    told_X = (rows_YX != 0).sum(0) >= fewest
+    part_YX = rows_YX[:, told_X]
+    if min(part_YX.shape) < fewest:
+        return None
+    came_YX = (part_YX != 0).double()
+    right_XB = torch.linalg.svd(part_YX, full_matrices=False).Vh[:texts].T
+    for _ in range(_STEPS):
+        left_YB = torch.linalg.qr(_fitted(part_YX, came_YX, right_XB))[0]
+        right_XB = _fitted(part_YX.T, came_YX.T, left_YB)
+        left_YX = came_YX * (part_YX - left_YB @ right_XB.T)
+        if left_YX.norm() < _RIGHT * part_YX.norm():
+            vector_BX = sent_YX.new_zeros(texts, len(told_X)).float()
+            vector_BX[:, told_X] = torch.linalg.qr(right_XB)[0].T.float()
+            return Directions(vector_BX, vector_BX.new_full((texts,), _ANGLE**2), told_X.float())
+    return None
+
+
+def _fitted(part_YX: Tensor, came_YX: Tensor, right_XB: Tensor) -> Tensor:
+    """Returns the factors [Y, B] that fit the numbers of each row that came, least squares."""
+    equations_YBB = torch.einsum("yx,xb,xc->ybc", came_YX, right_XB, right_XB)
+    ridge_Y11 = _RIDGE * equations_YBB.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
+    equations_YBB += ridge_Y11 * torch.eye(right_XB.shape[1]).to(right_XB)
+    factors_YB: Tensor = torch.linalg.solve(equations_YBB, part_YX @ right_XB)
+    return factors_YB
 
 
 class PooledSpan:
@@ -102,7 +157,7 @@ class PooledSpan:
     Args:
         model: At the broadcast weights.
         observed: The mean gradient by parameter name.
-        noise: Its standard deviation.
+        noise: Its standard deviation, if all numbers came.
         size: Texts of the batch.
     """
 
@@ -118,8 +173,13 @@ class PooledSpan:
             module = model.module.get_submodule(name.removesuffix(".weight"))
             # A Conv1D has inputs first.
             gradient = observed[name] if isinstance(module, nn.Linear) else observed[name].T
-            seen = directions(gradient, noise, size)
-            if len(seen.tangent_R) >= _FEWEST:
+            masked = lacks_numbers([gradient])
+            seen = (
+                completed_directions(gradient, size)
+                if masked
+                else directions(gradient, noise, size)
+            )
+            if seen is not None and len(seen.tangent_R) >= _FEWEST:
                 self._parts[module] = seen
 
     def __bool__(self) -> bool:
@@ -160,10 +220,11 @@ class PooledSpan:
             mask_NT.sum(1) - 1 if self._model.family.causal else mask_NT.new_zeros(len(mask_NT))
         )
         score_N, excess_N, free = mask_NT.new_zeros(1).float(), mask_NT.new_zeros(1).float(), 0
-        for module, (vector_RX, tangent_R) in self._parts.items():
+        for module, (vector_RX, tangent_R, told_X) in self._parts.items():
             x_NX = heard[module][torch.arange(len(mask_NT), device=pooled_N.device), pooled_N]
+            x_NX = x_NX * told_X
             inside_NR = x_NX @ vector_RX.T
-            n = x_NX.shape[1] - len(tangent_R)
+            n = int(told_X.sum()) - len(tangent_R)
             left_N = (x_NX - inside_NR @ vector_RX).square().sum(1)
             lost_N = (_ROUNDING * x_NX).square().sum(1)
             variance_N = (inside_NR.square() @ tangent_R + lost_N) / n
