@@ -189,8 +189,9 @@ class Keyspan(OneByOne):
             if dropped is not None:
                 return _reading_of(dropped, model.hidden_size, time_up=clock.rang)
         members = [known for known in counted.of_pulls if known]
-        if mended and len(members) < seen.update.num_examples and isinstance(passes[0], Atoms):
-            paired = self._paired(passes[0], seen, model, rng, clock, tell)
+        first = passes[0] if passes else None
+        if mended and isinstance(first, Atoms) and len(members) < seen.update.num_examples:
+            paired = self._paired(first, seen, model, rng, clock, tell)
             passed = {**{text.ids: text for text in paired}, **passed}
             if passed:
                 members = certificate.explain(model, [*passed], seen, clock) or members

@@ -45,11 +45,9 @@ def read_pairs(
     begin, end = (() if mark is None else (mark,) for mark in (atoms.first, atoms.last))
     lengths = [
         place
-        for place, tokens in enumerate(slots)
-        if place > len(begin) and all(inner[len(begin) : place]) and {*end} <= {*tokens}
+        for place in range(len(begin) + 1, len(slots) + 1)
+        if all(inner[len(begin) : place]) and (not end or atoms.last in [*slots, []][place])
     ]
-    if not end:
-        lengths = [place + 1 for place in lengths]
     texts: list[Judged] = []
     used: Counter[tuple[int, int]] = Counter()
     stale = 0

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fedleak.attacks import certificate
+from fedleak.attacks.reconstruction import Status
 from fedleak.attacks.subspace.completion import completed
 from fedleak.attacks.subspace.keyspan import Keyspan
 from fedleak.defenses.gaussian_noise import GaussianNoise
@@ -110,3 +111,17 @@ def test_a_tied_table_says_nothing_of_words(small, observe):
     seen = sent(observe(model, TEXTS, None).seen, Mask(fraction=0.5))
     answer = Keyspan()(seen, model, rng=stream(0, "keyspan"))
     assert not answer.verified
+
+
+def test_where_a_few_rows_are_whole_and_tell_no_span_it_abstains(small, observe):
+    model = small("bert", **WIDE)
+    seen = sent(observe(model, TEXTS, [0, 1]).seen, Mask(fraction=0.9))
+    query = model.family.attention_parameters(0)[0]
+    tensors = {**seen.update.tensors}
+    tensors[query] = tensors[query].clone()
+    tensors[query][3] = observe(model, TEXTS, [0, 1]).seen.update.tensors[query][3]
+    seen = replace(seen, update=replace(seen.update, tensors=tensors))
+    assert int(parts_of(model, seen)[1].any(1).sum()) == 1
+    answer = Keyspan()(seen, model, rng=stream(0, "keyspan"))
+    assert answer.status == Status.ABSTAINED
+    assert "no end" in answer.reason
