@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -98,11 +98,38 @@ def load_checkpoint(
 def outline(spec: ModelSpec) -> LanguageModel:
     """Returns a model with its tokenizer and its parameters' names, but without weights.
 
+    As long as its files stay as they are, it is the same one for all: it is not to be changed.
+
     Raises:
         ConfigError: No such model, or an architecture, task or adapter that is not supported.
     """
+    named = f"model.name = {spec.name!r}"
+    names = [spec.name] if spec.tokenizer is None else [spec.name, spec.tokenizer]
+    folders = [source(named, name) for name in names]
+    if not all(map(os.path.isdir, folders)):  # a hub id, whose files are wherever its library says
+        return _outline(spec)
+    return _outline_of(spec, tuple(map(_files, folders)))
+
+
+@lru_cache(maxsize=16)
+def _outline_of(spec: ModelSpec, files: tuple[Hashable, ...]) -> LanguageModel:
+    """Returns an outline of a model whose folders have these files: one command asks for many."""
+    return _outline(spec)
+
+
+def _outline(spec: ModelSpec) -> LanguageModel:
     with torch.device("meta"):
         return _make(spec, checkpoint=False)
+
+
+def _files(folder: str) -> Hashable:
+    """Returns what differs once a file of a folder was written, replaced, added or removed."""
+    with os.scandir(folder) as entries:
+        looked_at = [(entry.path, entry.stat()) for entry in entries if entry.is_file()]
+    return tuple(
+        (path, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns)
+        for path, about in sorted(looked_at)
+    )
 
 
 def _make(spec: ModelSpec, *, checkpoint: bool, whole: bool = False) -> LanguageModel:

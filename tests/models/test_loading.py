@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,28 @@ def test_padding_is_the_end_token_where_there_is_none(tmp_path, marks):
             loading.outline(spec)
     else:
         assert loading.outline(spec).tokenizer.pad_token_id == 0
+
+
+def test_an_outline_is_made_anew_once_a_file_of_it_is_another(tmp_path):
+    for part in ("model", "words"):
+        shutil.copytree(builtin.folder("gpt2-tiny"), tmp_path / part)
+    spec = ModelSpec(
+        name=str(tmp_path / "model"),
+        tokenizer=str(tmp_path / "words"),
+        task=CLASSIFICATION,
+        num_labels=2,
+    )
+    first = loading.outline(spec)
+    assert loading.outline(spec) is first
+    assert loading.outline(replace(spec, num_labels=3)).num_labels == 3
+    change_json(tmp_path / "words/tokenizer_config.json", pad_token="a")
+    second = loading.outline(spec)
+    assert second.tokenizer.pad_token == "a" != first.tokenizer.pad_token
+    change_json(tmp_path / "model/config.json", n_positions=32)
+    assert loading.outline(spec).max_length == 32 != second.max_length
+    (tmp_path / "model/config.json").unlink()
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        loading.outline(spec)
 
 
 def test_a_folder_of_a_user_that_there_is_not_is_not_there():
