@@ -1,5 +1,6 @@
 """Quiet and offline; small models; updates as a client makes them."""
 
+import gc
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -41,6 +42,11 @@ from fedleak.running.dispatch import dispatcher
 from fedleak.training.local import local_update_
 from fedleak.training.observation import Candidates, Example, Knowledge, Observation, UpdateKind
 from fedleak.training.settings import LocalTraining
+
+# What torch and transformers made while they were imported stays: it is not looked through for
+# garbage again and again.
+gc.collect()
+gc.freeze()
 
 settings.register_profile("quick", max_examples=40, deadline=None, derandomize=True)
 settings.load_profile("quick")
