@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from fedleak.attacks import certificate
 from fedleak.attacks.certificate import PRECISION, Member, Units
 from fedleak.attacks.clock import UNLIMITED, Clock
+from fedleak.defenses.mask import Mask
+from fedleak.defenses.prune import Prune
 from fedleak.models import CAUSAL_LM, CLASS_LOSSES, CLASSIFICATION, pad
 from fedleak.training.observation import Knowledge, UpdateKind
 from fedleak.training.recipe import Recipe
@@ -642,3 +644,77 @@ def test_sequences_of_next_tokens_are_judged_with_their_repetitions(small, obser
     assert verdict.verified
     assert sum(verdict.repeats.values()) == len(texts)
     assert not certificate.judge(model, sorted(inputs)[1:], truth.seen).verified
+
+
+# --- of a mask, and of pruning -------------------------------------------------------------------
+
+BEHIND = [Mask(fraction=0.5), Mask(fraction=0.9), Prune(fraction=0.9), Prune(fraction=0.97)]
+
+
+@pytest.mark.parametrize("defense", BEHIND, ids=repr)
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
+def test_only_the_right_batch_explains_the_numbers_that_came(small, observe, family, defense):
+    model = small(family, CLASSIFICATION)
+    truth = observe(model, ["the cat sat on the mat", "a dog ran after it"], [0, 1])
+    seen = behind(truth.seen, defense)
+    assert certificate.proves(model, truth.sequences, seen)
+    first, second = truth.sequences
+    special = model.special_ids()
+    assert any(token not in special for token in first)
+    for place, token in enumerate(first):
+        if token in special:
+            continue
+        other = next(v for v in range(len(model.tokenizer)) if v not in {token, *special})
+        wrong = (*first[:place], other, *first[place + 1 :])
+        assert not certificate.proves(model, [wrong, second], seen), place
+    assert not certificate.proves(model, [first, first], seen)
+    assert not certificate.proves(model, [(*first[:2], *first[3:]), second], seen)
+
+
+@pytest.mark.parametrize("defense", BEHIND[:3], ids=repr)
+def test_a_number_that_came_otherwise_ends_the_proof(small, observe, defense):
+    model = small("bert", CLASSIFICATION)
+    truth = observe(model, ["the cat sat on the mat", "a dog ran after it"], [0, 1])
+    seen = behind(truth.seen, defense)
+    for name, value in seen.update.tensors.items():
+        if value.dim() < 2 or not value.any():
+            continue
+        changed = value.clone()
+        changed.view(-1)[changed.abs().argmax()] *= 1.1
+        tensors = {**seen.update.tensors, name: changed}
+        wrong = replace(seen, update=replace(seen.update, tensors=tensors))
+        assert not certificate.proves(model, truth.sequences, wrong), name
+
+
+def test_few_numbers_prove_no_text(small, observe):
+    model = small("bert", CLASSIFICATION)
+    truth = observe(model, ["the cat sat on the mat", "a dog ran after it"], [0, 1])
+    numbers = sum(value.numel() for value in truth.seen.update.tensors.values())
+    seen = behind(truth.seen, Prune(fraction=1 - 8 / numbers))
+    assert sum(int(value.count_nonzero()) for value in seen.update.tensors.values()) == 8
+    assert not certificate.proves(model, truth.sequences, seen)
+
+
+def test_a_word_of_which_no_row_came_may_have_a_twin(small, observe):
+    model = small("bert", CLASSIFICATION)
+    truth = observe(model, ["the cat sat on the mat", "a dog ran after it"], [0, 1])
+    table = model.module.get_parameter(model.family.word_embedding)
+    word = truth.sequences[0][2]
+    twin = next(v for v in range(5, len(model.tokenizer)) if v not in sum(truth.sequences, ()))
+    with torch.no_grad():
+        table[twin] = table[word]
+    seen = behind(
+        observe(model, ["the cat sat on the mat", "a dog ran after it"], [0, 1]).seen, BEHIND[0]
+    )
+    assert certificate.proves(model, truth.sequences, seen)
+    name = model.family.word_embedding
+    rows = seen.update.tensors[name].clone()
+    rows[word] = 0
+    tensors = {**seen.update.tensors, name: rows}
+    seen = replace(seen, update=replace(seen.update, tensors=tensors))
+    assert not certificate.proves(model, truth.sequences, seen)
+
+
+def behind(seen, defense):
+    """An update of which a part came."""
+    return replace(seen, update=defense(seen.update, rng=stream(0, "defense")))
