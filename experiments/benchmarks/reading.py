@@ -20,7 +20,7 @@ Prints a line per size, `--sent` and attack:
 
   exact     texts with equal token ids, one to one; Wilson's 95 % interval in per cent
   ROUGE-L   the mean in the best match of texts; `other`: that of the previous update's answer
-  proved    updates that the attack proves whole
+  proved    updates that are proved whole, by the attack, or by making the client's steps again
   likely    updates of which it calls a text likely, or determined; how many of them are exact
   evidence  the largest of an exact text, and the smallest of another one
   seconds   CPU time of an update, the mean and the longest
@@ -59,6 +59,7 @@ from fedleak.defenses.prune import Prune
 from fedleak.defenses.quantize import Quantize
 from fedleak.defenses.sign import Sign
 from fedleak.models import CLASSIFICATION, LanguageModel
+from fedleak.running.workers import attempt
 from fedleak.training.local import local_update_
 from fedleak.training.observation import Knowledge, Observation, UpdateKind
 from fedleak.training.privacy import FAST_ACCOUNTANT, compose
@@ -233,6 +234,7 @@ def answered(
     """Attacks an update."""
     begin = time.process_time()
     answer = attack(seen, model, rng=stream(seed, "attack"))
+    (answer,) = attempt.answers(attack, [answer], [seen], model, ())
     return Answer(truth, answer, time.process_time() - begin)
 
 

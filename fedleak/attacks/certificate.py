@@ -459,7 +459,8 @@ def written(tensors: Iterable[Tensor]) -> list[tuple[int, int | None]]:
     return [(t.data_ptr(), None if t.is_inference() else t._version) for t in tensors]
 
 
-def _all_written(model: LanguageModel, seen: Observation) -> list[tuple[int, int | None]]:
+def all_written(model: LanguageModel, seen: Observation) -> list[tuple[int, int | None]]:
+    """Returns `written` of all that a proof depends on: weights, and the update."""
     return written([*model.module.parameters(), *seen.update.tensors.values()])
 
 
@@ -488,7 +489,7 @@ def _remembered(
     model: LanguageModel, members: Sequence[Member], seen: Observation, clock: Clock
 ) -> Verdict:
     """Returns the verdict on members that this module made of tokens alone, and keeps a proof."""
-    verdict, now = verify(model, members, seen, clock), _all_written(model, seen)
+    verdict, now = verify(model, members, seen, clock), all_written(model, seen)
     if verdict.verified and all(count is not None for _, count in now):
         about = weakref.ref(seen), weakref.ref(model.module)
         _proved.append(_Proved(*about, now, verdict.repeats))
@@ -579,7 +580,7 @@ def proves(
 def _is_batch(
     model: LanguageModel, sequences: Sequence[tuple[int, ...]], seen: Observation, clock: Clock
 ) -> bool:
-    times, now = Counter(sequences), _all_written(model, seen)
+    times, now = Counter(sequences), all_written(model, seen)
     if not all(times):
         return False
     if any(

@@ -9,6 +9,8 @@ from fedleak.attacks import replay
 from fedleak.attacks.clock import UNLIMITED
 from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.attacks.subspace.dager import Dager
+from fedleak.defenses.mask import Mask
+from fedleak.defenses.prune import Prune
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, load_parameters_
 from fedleak.running.workers import attempt
 from fedleak.running.workers.model_state import changed, state
@@ -16,6 +18,7 @@ from fedleak.training.local import local_update_
 from fedleak.training.observation import Knowledge, Observation, UpdateKind
 from fedleak.training.recipe import Recipe
 from fedleak.training.settings import LocalTraining
+from fedleak.util.rng import stream
 
 pytestmark = pytest.mark.core
 
@@ -143,10 +146,11 @@ def test_another_rounding_is_within_the_limit_and_another_recipe_is_not(small, t
     assert not replay.replay(model, sequences, replace(seen, knowledge=adam)).verified
 
 
-def test_a_worker_proves_right_answers_and_refuses_wrong_claims(small, texts):
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_a_worker_proves_right_answers_and_refuses_wrong_claims(small, texts, name):
     model = small("llama", CAUSAL_LM)
     sequences = tuple(tuple(ids) for ids in model.encode(texts[:2]))
-    seen = sent_by_client(model, sequences, "adamw", steps=1)
+    seen = sent_by_client(model, sequences, name, steps=1)
 
     def answered(texts, *, claims):
         guess = Reconstruction(
@@ -170,8 +174,87 @@ def test_a_replay_has_no_more_time_than_the_attack_had(small, texts, monkeypatch
     model, limits = small("llama", CAUSAL_LM), []
     sequences = tuple(tuple(ids) for ids in model.encode(texts[:2]))
     seen = sent_by_client(model, sequences, "sgd")
-    guess = Reconstruction(status=Status.RECOVERED, sequences=sequences, evidence=(0.0, 0.0))
+    wrong = tuple(other_word(sequences))  # a proof is remembered
+    guess = Reconstruction(status=Status.RECOVERED, sequences=wrong, evidence=(0.0, 0.0))
     monkeypatch.setattr(replay, "Clock", lambda seconds: limits.append(seconds) or UNLIMITED)
     for attack in (Dager(seconds=7.0), Dager(), Dager(seconds=600.0)):
         attempt.answers(attack, [guess], [seen], model, ())
     assert limits == [7.0, 60.0, 60.0]
+
+
+BEHIND = [Mask(fraction=0.5), Mask(fraction=0.9), Prune(fraction=0.8)]
+
+
+@pytest.mark.parametrize("defense", BEHIND, ids=repr)
+@pytest.mark.parametrize("name", ["sgd", "momentum", "adamw"])
+def test_behind_a_mask_the_texts_are_proved_and_no_others(small, texts, name, defense):
+    # What Adam makes of rounding is too much to tell all words of this model apart by what came.
+    model = small("bert") if name == "adamw" else small("llama", CAUSAL_LM)
+    sequences = [tuple(ids) for ids in model.encode(texts[:3])]
+    seen = sent_by_client(model, sequences, name, steps=3)
+    seen = replace(seen, update=defense(seen.update, rng=stream(1, "sent")))
+    assert replay.replay(model, sequences, seen).verified == (name != "adamw")
+    words = sequences[0]
+    for place in range(1, 5):
+        other_one = (*words[:place], words[place] + 1, *words[place + 1 :])
+        swapped = (*words[:place], words[place + 1], words[place], *words[place + 2 :])
+        for other in (other_one, swapped):
+            assert not replay.replay(model, [other, *sequences[1:]], seen).verified
+
+
+def test_a_word_of_which_no_row_came_has_to_be_told_from_its_nearest(small, texts):
+    model = small("bert")
+    sequences = [tuple(ids) for ids in model.encode(texts[:2])]
+    seen = sent_by_client(model, sequences, "sgd", steps=1)
+    seen = replace(seen, update=Mask(fraction=0.5)(seen.update, rng=stream(1, "sent")))
+    assert replay.replay(model, sequences, seen).verified
+    table = model.family.word_embedding
+    tensors = {**seen.update.tensors, table: seen.update.tensors[table].clone()}
+    word = sequences[0][2]
+    tensors[table][word] = 0
+    words = model.parameters()[table]
+    far = words[word].clone()
+    with torch.no_grad():
+        words[word] = words[word + 1]  # now either of the two makes the same steps
+    again = sent_by_client(model, sequences, "sgd", steps=1)
+    masked = {name: value * (tensors[name] != 0) for name, value in again.update.tensors.items()}
+    twin = replace(seen, update=replace(seen.update, tensors=masked))
+    assert not replay.replay(model, sequences, twin).verified
+    with torch.no_grad():
+        words[word] = far
+
+
+def test_passes_that_nobody_told_are_found(small, texts):
+    model = small("llama", CAUSAL_LM)
+    sequences = [tuple(ids) for ids in model.encode(texts[:2])]
+    seen = sent_by_client(model, sequences, "sgd", steps=2, local_epochs=None)
+    assert replay.replay(model, sequences, seen).verified
+
+
+def test_a_proof_is_remembered_until_a_weight_is_written(small, texts, monkeypatch):
+    model = small("llama", CAUSAL_LM)
+    sequences = [tuple(ids) for ids in model.encode(texts[:2])]
+    seen = sent_by_client(model, sequences, "sgd")
+    made = replay.replay(model, sequences, seen)
+    steps_again = replay.steps_again
+    monkeypatch.setattr(replay, "steps_again", None)
+    assert made.verified
+    assert replay.replay(model, sequences[::-1], seen) == made
+    for other in (replace(seen), seen):
+        with pytest.raises(TypeError):
+            replay.replay(model, other_word(sequences) if other is seen else sequences, other)
+    monkeypatch.setattr(replay, "steps_again", steps_again)
+    with torch.no_grad():
+        next(model.module.parameters()).mul_(1.01)
+    assert not replay.replay(model, sequences, seen).verified
+
+
+def test_a_cosine_is_told_beyond_what_float32_holds():
+    generator = torch.Generator().manual_seed(0)
+    a_X, b_X = torch.randn(2, 50_000, generator=generator).unbind()
+    for scale in (1.0, 1e-2, 1e-4, 1e-6):
+        near_X = 3 * (a_X + scale * b_X)
+        exact = torch.cosine_similarity(a_X.double(), near_X.double(), 0)
+        assert 1 - replay.cosine(a_X, near_X) == pytest.approx(
+            float(1 - exact), rel=1e-2, abs=1e-13
+        )

@@ -10,16 +10,15 @@ gradient alone (`evidence`), so that a sequence of one attack can stand beside a
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from pydantic import AfterValidator, Field
 
-from fedleak.attacks import AttackSetting, OneByOne, Progress, Step, certificate
+from fedleak.attacks import AttackSetting, OneByOne, Progress, Step, certificate, replay
 from fedleak.attacks.analytic.position_marginals import PositionMarginals
 from fedleak.attacks.analytic.query_gradients import QueryGradients
-from fedleak.attacks.auto.budget import Pace, Reserve, share_of_spans
+from fedleak.attacks.auto.budget import OF_SPANS, Pace, Reserve
 from fedleak.attacks.auto.chance import FEWEST, PLACEBOS, leaves_noise, noise_of, worth
 from fedleak.attacks.auto.evidence import choose, compare
 from fedleak.attacks.auto.joint_likelihood import MOST_TEXTS
@@ -67,6 +66,9 @@ _CHOOSING = 0.5
 
 _NOISY = 0.75
 """Share of the time left that the likelihood of a single text under noise may take."""
+
+_REPLAYING = 0.2
+"""Share of the time left that making a client's steps again may take."""
 
 _LONG_TEXTS = 0.5
 """Share of the time of an attack on spans that the one on queries may take."""
@@ -152,7 +154,7 @@ class Auto(OneByOne):
     """
 
     kind: ClassVar[str] = "auto"
-    version: ClassVar[int] = 16
+    version: ClassVar[int] = 17
     slow: ClassVar[bool] = True
     uses: ClassVar[frozenset[str]] = Lamp.uses | {"noise_scale"}
     seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 120.0
@@ -242,7 +244,7 @@ class _Attempt:
             timed = self._timed(attack, clues)
             if timed is None:
                 break
-            reading = read_with(timed, self.rest, model, clues, self._rng, tell)
+            reading = self._made_again(read_with(timed, self.rest, model, clues, self._rng, tell))
             self.findings = self.findings.and_(attack.kind, reading)
             if reading.answer.verified or reading.settled:
                 return None
@@ -261,6 +263,19 @@ class _Attempt:
             self._on_progress(Progress(len(able), len(able), 1 - fit, text, "mending"))
 
         return self._mended(self.findings.unproved(self._most), show)
+
+    def _made_again(self, reading: Reading) -> Reading:
+        """Returns what was read as proved, if the client's steps on it, made again, prove it."""
+        seen, model = self._seen, self._model
+        batch = reading.sequences[: seen.update.num_examples]
+        if reading.answer.verified or self.rest is not seen or replay.obstacle(seen) is not None:
+            return reading
+        made = replay.replay(model, batch, seen, _REPLAYING * self._clock.left())
+        if made is None or not made.verified:
+            return reading
+        diagnostics = {**reading.answer.diagnostics, **made.diagnostics()}
+        answer = replace(reading.answer, verified=True, reason="", diagnostics=diagnostics)
+        return reading._replace(answer=answer, sequences=batch)
 
     def _suits(self, attack: Single) -> bool:
         """Whether an attack that can work may read more than the others do."""
@@ -289,11 +304,6 @@ class _Attempt:
         width = model.hidden_size // model.family.first_block(model.module).num_heads
         return int(rows_PD.any(1).sum()) > width
 
-    @cached_property
-    def _share(self) -> float:
-        """The share of the time left that an attack on spans may take."""
-        return share_of_spans(self._seen, self._model)
-
     def _timed(self, attack: Single, clues: Clues) -> Single | None:
         """Returns an attack with its time and the settings of this one; None: there is no time."""
         if isinstance(attack, PositionMarginals):
@@ -303,9 +313,9 @@ class _Attempt:
             seconds = (_NOISY if single else 1.0) * self._clock.left()
             return replace(attack, seconds=seconds, prior=self._settings.prior)
         if isinstance(attack, QueryGradients):
-            return replace(attack, seconds=_LONG_TEXTS * self._share * self._clock.left())
+            return replace(attack, seconds=_LONG_TEXTS * OF_SPANS * self._clock.left())
         if not isinstance(attack, Lamp):
-            return replace(attack, seconds=self._share * self._clock.left())
+            return replace(attack, seconds=OF_SPANS * self._clock.left())
         reserve = Reserve.of(self._pace, self.rest, clues.sequences)
         if clues.sequences and reserve.answer > self._clock.left():
             self._clock.rang = True  # the first step alone would make the answer late

@@ -1,9 +1,8 @@
 """Shares the time of an update among the attacks, so that none eats what another needs.
 
-Attacks on spans are cheap and sure where float32 rounding is all that blurs an update, or local
-steps are. Where noise does, or a coarser rounding, they often only guess, and gradient matching is
-what reads. So they get much time in the one case, little in the other. What comes after gradient
-matching is reserved by the time that a step of it takes.
+Attacks on spans may take most of it: where something blurs spans so much that they read nothing,
+they end early by themselves. What comes after gradient matching is reserved by the time that a step
+of it takes.
 """
 
 from bisect import bisect_right
@@ -14,16 +13,14 @@ from functools import cached_property
 from fedleak.attacks import clock as timing
 from fedleak.attacks.auto.chance import PLACEBOS
 from fedleak.attacks.auto.sharpening import PROPOSED, trial
-from fedleak.attacks.certificate import as_gradient, is_linear
+from fedleak.attacks.certificate import as_gradient
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.matching.batch_structure import frame
-from fedleak.attacks.subspace.completion import completed
-from fedleak.attacks.subspace.span import row_space
 from fedleak.models import CLASSIFICATION, LanguageModel
 from fedleak.training.observation import Observation
 
-_CLEAR, _BLURRED = 0.75, 0.2
-"""Shares of the time left that an attack on spans may take."""
+OF_SPANS = 0.75
+"""Share of the time left that an attack on spans may take."""
 
 _MOST = 0.5
 """Share of the time left that is reserved at most."""
@@ -45,26 +42,6 @@ _SWEEPS = 3
 
 _CONTENT = 10
 """Tokens of a text, where nothing tells."""
-
-
-def share_of_spans(seen: Observation, model: LanguageModel) -> float:
-    """Returns the share of the time left that an attack on spans may take.
-
-    It is large if the first layer's row space ends where rounding begins, or only local steps
-    blur it.
-
-    Args:
-        seen: Of the attention parameters of the first layer, or of others.
-        model: At the broadcast weights.
-    """
-    if not is_linear(seen):
-        return _CLEAR  # attacks on spans measure what local steps blur
-    observed = as_gradient(seen)
-    names = [name for name in model.family.attention_parameters(0) if name in observed]
-    mended = completed(model, observed, names) if names else None
-    gradients = model.family.attention_gradients({**observed, **(mended or {})}, 0)
-    span = row_space(gradients) if gradients else None
-    return _CLEAR if span is not None and span.exact else _BLURRED
 
 
 @dataclass(frozen=True)

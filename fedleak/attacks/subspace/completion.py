@@ -1,20 +1,30 @@
-"""Completion: whole rows of the first layer's gradients, of which a mask or pruning left a part.
+"""Completion: the first layer's gradients in the span of the known inputs, row by row.
 
 A row of the gradient G = sum_i dq_i x_i^T is a combination of the inputs x_i. All of these lie in
 the span of a few known vectors (`models.family.Directions`): those of the words whose embedding
 rows came, of the places whose rows came, and of the constant. So a row of which more numbers came
 than that span has dimensions is determined by least squares, and the numbers left over check it.
-Other rows are completed in the span of those that are, which has no more dimensions than there are
-inputs. That is exact: what is read of whole rows is read of these, and a mask hides nothing.
 
-Limits: one gradient without dropout, in float32, of which both embeddings' rows came. A mask that
-keeps a share a of D numbers leaves a D of a row: distinct words and places must be fewer, but for
-its chance. A change of weights is rounded to their precision, and is not completed.
+**A mask, or pruning** leaves a part of a row as it was. Of one gradient in float32 the rest is
+exact, and what is read of whole rows is read of these. Other rows are completed in the span of
+those that are, which has no more dimensions than there are inputs.
 
-Shapes: D hidden size, O outputs, M known vectors, R their rank.
+**A change of weights** is rounded to the precision of each weight w: to a step of 2^-23 w or less,
+which small weights hardly feel. So each number counts by its own step, up to a limit: several
+local steps move all of them. That takes away what rounding puts outside of the span, masked or not.
+
+A zero is a number that did not come, if there are more zeros than rounding makes: as many as there
+are equal numbers, about. (Of numbers on a grid, two are equal as often as one is zero.)
+
+Limits: no dropout, and both embeddings' rows must have come. A mask that keeps a share a of D
+numbers leaves a D of a row: distinct words and places must be fewer, but for its chance.
+
+Shapes: D hidden size, O outputs, N rows at once, M known vectors, R their rank, X pairs of these.
 """
 
+import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,12 +33,17 @@ from fedleak.attacks.certificate import lacks_numbers
 from fedleak.attacks.subspace.atoms import NOTHING
 from fedleak.attacks.subspace.span import row_space
 from fedleak.models import LanguageModel
+from fedleak.training.observation import Observation, UpdateKind
 
 _SPARE = 4
 """Numbers of a row, beyond those that determine it, that check it."""
 
-_ROUNDING = 1e-5
-"""Noise in a row, as a share of its root mean square: float32's rounding, with room."""
+_ROUNDING, _MOVED = 1e-5, 0.3
+"""Noise in a row, as a share of its root mean square, at most: of a gradient in float32, with room,
+and of a change of weights."""
+
+_STEPS = 1e-3
+"""What is in a number of a change of weights beside rounding, in the same units: at least this."""
 
 _AMPLIFIED = 100.0
 """Times by which rounding may grow in what is completed."""
@@ -36,27 +51,41 @@ _AMPLIFIED = 100.0
 _DEPENDENT = 1e-5
 """Singular values of known vectors below this share of the largest are rounding."""
 
+_EQUAL = 10.0
+"""Zeros for each pair of equal numbers, above which they are no rounded numbers."""
+
+_EQUATIONS = 2**22
+"""Coefficients that are in memory at once."""
+
 
 def completed(
-    model: LanguageModel, observed: Mapping[str, Tensor], names: Sequence[str]
+    model: LanguageModel,
+    seen: Observation,
+    observed: Mapping[str, Tensor],
+    names: Sequence[str],
 ) -> dict[str, Tensor] | None:
     """Returns gradients with whole rows: those that can be completed, and zeros for the others.
 
-    None if they lack nothing, or if none of them can be completed.
+    None if they are whole as they came, or if none of them can be completed.
 
     Args:
         model: At the broadcast weights.
-        observed: The gradient by parameter name.
+        seen: The update.
+        observed: The same as a gradient, by parameter name.
         names: Parameters of the first layer's attention that were sent.
     """
     family, gradients = model.family, {name: observed[name] for name in names}
     sent_OD = torch.cat([*family.projections(gradients, 0).values()])
     tables = {family.word_embedding, family.position_embedding} - {None}
-    if not lacks_numbers([sent_OD]) or not tables <= observed.keys():
+    if not tables <= observed.keys():
         return None
-    whole_OD = _completed_in(_known(model, observed), sent_OD)
+    came_OD, variance_OD = _came(sent_OD), _rounding(model, seen, names)
+    if variance_OD is None and came_OD.all():
+        return None
+    sent = _Sent(sent_OD, came_OD, variance_OD)
+    whole_OD = _completed_in(_known(model, observed), sent)
     if (span := row_space([whole_OD])) is not None and span.exact:
-        again_OD = _completed_in(span.basis_DR.T, sent_OD)
+        again_OD = _completed_in(span.basis_DR.T, sent)
         whole_OD = torch.where(whole_OD.any(1, keepdim=True), whole_OD, again_OD)
     if not whole_OD.any():
         return None
@@ -66,6 +95,48 @@ def completed(
     for part_OD, rows_OD in zip(parts, rows, strict=True):
         part_OD.copy_(rows_OD)
     return whole
+
+
+class _Sent(NamedTuple):
+    """What was sent of rows.
+
+    Attributes:
+        value_OD: The numbers, zeros for those that did not come.
+        came_OD: Which came.
+        variance_OD: Of what rounding of the weights made of each; None: they are no change.
+    """
+
+    value_OD: Tensor
+    came_OD: Tensor
+    variance_OD: Tensor | None
+
+
+def _came(sent_OD: Tensor) -> Tensor:
+    """Returns which numbers [O, D] came: all, unless a mask or pruning made zeros of some."""
+    used_OD = sent_OD.any(1, keepdim=True) & (sent_OD != 0)
+    size_OD, next_OD = sent_OD.abs(), sent_OD.abs().roll(1, 1)
+    pairs_OD = used_OD & (next_OD != 0)
+    equal = float((pairs_OD & (size_OD == next_OD)).sum()) / max(int(pairs_OD.sum()), 1)
+    zeros = 1 - int(used_OD.sum()) / max(int(sent_OD.any(1).sum()) * sent_OD.shape[1], 1)
+    part = lacks_numbers([sent_OD]) and zeros > _EQUAL * equal
+    return used_OD if part else torch.ones_like(used_OD)
+
+
+def _rounding(model: LanguageModel, seen: Observation, names: Sequence[str]) -> Tensor | None:
+    """Returns the variance [O, D] of what rounding of the weights adds to a gradient, or None."""
+    if seen.update.kind == UpdateKind.GRADIENT:
+        return None
+    before, tensors = dict(model.module.named_parameters()), seen.update.tensors
+    larger = {
+        name: torch.maximum(before[name].abs(), (before[name] + tensors[name]).abs())
+        for name in names
+    }
+    weight_OD = torch.cat([*model.family.projections(larger, 0).values()])
+    # The last digit of m 2^e, with .5 <= m < 1, is 2^e eps / 2; rounding is uniform within it.
+    # That of the larger weight, before or after, is the coarser one.
+    step_OD = torch.frexp(weight_OD)[1].double().exp2() * torch.finfo(weight_OD.dtype).eps / 2
+    scale = (seen.knowledge.local_steps or 1) / (seen.knowledge.learning_rate or 1.0) ** 2
+    return scale * step_OD.square() / 12
 
 
 def _known(model: LanguageModel, observed: Mapping[str, Tensor]) -> Tensor:
@@ -80,25 +151,57 @@ def _known(model: LanguageModel, observed: Mapping[str, Tensor]) -> Tensor:
     return basis_RD
 
 
-def _completed_in(basis_RD: Tensor, sent_OD: Tensor) -> Tensor:
+class _Fitted(NamedTuple):
+    """Rows that were fitted.
+
+    Attributes:
+        row_ND: In the span.
+        noise_N: Variance of a number that counts once; NaN if it could not be fitted.
+        amplified_N: Times that, the variance of a row in all dimensions of the span.
+    """
+
+    row_ND: Tensor
+    noise_N: Tensor
+    amplified_N: Tensor
+
+
+def _fitted(basis_RD: Tensor, sent_ND: Tensor, count_ND: Tensor) -> _Fitted:
+    """Fits rows by least squares; each number counts so many times, one that did not come 0."""
+    rank = len(basis_RD)
+    outer_DX = (basis_RD.T[:, :, None] * basis_RD.T[:, None]).flatten(1)
+    factor_NRR, failed_N = torch.linalg.cholesky_ex((count_ND @ outer_DX).view(-1, rank, rank))
+    inverse_NRR = torch.cholesky_inverse(factor_NRR)
+    weight_NR = inverse_NRR @ ((count_ND * sent_ND) @ basis_RD.T)[..., None]
+    row_ND = weight_NR[..., 0] @ basis_RD
+    square_N = (count_ND * (sent_ND - row_ND).square()).sum(1).clamp_min(NOTHING)
+    noise_N = square_N / ((count_ND > 0).sum(1) - rank)
+    noise_N[failed_N != 0] = math.nan
+    return _Fitted(row_ND, noise_N, inverse_NRR.diagonal(dim1=1, dim2=2).sum(1))
+
+
+def _completed_in(basis_RD: Tensor, sent: _Sent) -> Tensor:
     """Returns the rows [O, D] that lie in a span, as far as what was sent of them shows it.
 
     Where numbers came, what they miss of the span is left in a row, scaled to what noise leaves of
     a whole row outside of it: who estimates noise from there gets that of the completed numbers.
     """
-    whole_OD, (rank, width) = torch.zeros_like(sent_OD), basis_RD.shape
-    enough_O = (sent_OD != 0).sum(1) >= rank + _SPARE
-    for o in enough_O.nonzero()[:, 0].tolist():
-        sent_D = sent_OD[o].double()
-        came_D = sent_D != 0
-        u_XR, s_R, vh_RR = torch.linalg.svd(basis_RD[:, came_D].T, full_matrices=False)
-        if s_R[-1] * _AMPLIFIED < 1:
-            continue
-        row_D = ((sent_D[came_D] @ u_XR) / s_R) @ vh_RR @ basis_RD
-        rest_D = (sent_D - row_D).where(came_D, 0)
-        square = rest_D.square().sum().clamp_min(NOTHING)
-        noise = square / (len(u_XR) - rank)
-        if noise < _ROUNDING**2 * sent_D[came_D].square().mean():
-            outside = noise * s_R.pow(-2).mean() * (width - rank)
-            whole_OD[o] = (row_D + rest_D * (outside / square).sqrt()).to(whole_OD)
+    whole_OD, (rank, width) = torch.zeros_like(sent.value_OD), basis_RD.shape
+    most = _ROUNDING if sent.variance_OD is None else _MOVED
+    most_amplified = min(_AMPLIFIED * most, _MOVED)
+    enough_O = sent.value_OD.any(1) & (sent.came_OD.sum(1) >= rank + _SPARE)
+    for rows_N in torch.split(enough_O.nonzero()[:, 0], max(1, _EQUATIONS // rank**2)):
+        sent_ND, came_ND = sent.value_OD[rows_N].double(), sent.came_OD[rows_N].double()
+        size_N = sent_ND.square().sum(1) / came_ND.sum(1)
+        count_ND = came_ND
+        if sent.variance_OD is not None:
+            count_ND = came_ND / (sent.variance_OD[rows_N] + _STEPS**2 * size_N[:, None])
+            count_ND *= (came_ND.sum(1) / count_ND.sum(1))[:, None]
+        fit = _fitted(basis_RD, sent_ND, count_ND)
+        # A comparison with NaN is false.
+        right_N = fit.noise_N < most**2 * size_N
+        right_N &= fit.noise_N * fit.amplified_N < most_amplified**2 * fit.row_ND.square().sum(1)
+        rest_ND = (sent_ND - fit.row_ND) * count_ND.sqrt()  # white
+        outside_N = fit.noise_N * fit.amplified_N / rank * (width - rank)
+        rest_ND *= (outside_N.sqrt() / rest_ND.norm(dim=1).clamp_min(NOTHING))[:, None]
+        whole_OD[rows_N[right_N]] = (fit.row_ND + rest_ND)[right_N].to(whole_OD)
     return whole_OD

@@ -142,12 +142,12 @@ class Keyspan(OneByOne):
         clock, tell = Clock(self.seconds), telling(on_progress, model)
         observed = certificate.as_gradient(seen)
         names = [name for name in model.family.attention_parameters(0) if name in observed]
-        mended = completed(model, observed, names)
+        mended = completed(model, seen, observed, names)
         whole = left = mended or {name: observed[name] for name in names}
         rotary = model.family.position_embedding is None
         make = make_prefixes if rotary else make_atoms
         most = len(_RUNS) if rotary else _TRIES
-        among_N, effort = _looked_up(model, observed) if rotary or mended else None, 1
+        among_N, effort = _looked_up(model, observed), 1
         passes: list[Targets] = []
         passed: dict[tuple[int, ...], Judged] = {}
         nearest: list[Spanned] = []

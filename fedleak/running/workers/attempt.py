@@ -15,7 +15,7 @@ from fedleak.attacks import Attack, AttackSetting, Batched, OnProgress, certific
 from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.models import LanguageModel
 from fedleak.running.workers.answers import InvalidAnswerError, checked, one_line
-from fedleak.training.observation import Observation
+from fedleak.training.observation import Observation, UpdateKind
 from fedleak.util.finite import all_finite
 
 
@@ -120,9 +120,13 @@ def _answer(
             examples=seen.update.num_examples,
             listed=len(candidates.listed) if candidates else 0,
         )
-        if not certificate.is_linear(seen):
+        linear = certificate.is_linear(seen)
+        if linear and plain.verified and certificate.proves(model, plain.sequences or (), seen):
+            return plain
+        if not linear or seen.update.kind != UpdateKind.GRADIENT:
+            # Weights round, and so does a step that is made again; a gradient by itself does not.
             return _replayed(plain, seen, model, seconds)
-        if plain.verified and not certificate.proves(model, plain.sequences or (), seen):
+        if plain.verified:
             raise InvalidAnswerError(
                 "it claims a proof, and the gradient of its sequences, recomputed, is not the "
                 "update"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fedleak import attacks
-from fedleak.attacks import AttackSetting, clock
+from fedleak.attacks import AttackSetting, clock, replay
 from fedleak.attacks.analytic.query_gradients import QueryGradients
 from fedleak.attacks.auto import attack as auto
 from fedleak.attacks.auto import budget
@@ -23,7 +23,9 @@ from fedleak.attacks.subspace.state_pursuit import StatePursuit
 from fedleak.defenses.gaussian_noise import GaussianNoise
 from fedleak.models import CAUSAL_LM
 from fedleak.models.lora import Lora, adapt_
+from fedleak.training.observation import UpdateKind
 from fedleak.training.recipe import Recipe
+from fedleak.training.steps import Batch
 from fedleak.util.rng import stream
 
 pytestmark = pytest.mark.core
@@ -181,23 +183,39 @@ def shares_of(model, seen, asked):
     return [attack.seconds / 1000 for attack, _, _ in asked[0]]
 
 
+@pytest.mark.parametrize("noise", [0.0, 0.01])
 @pytest.mark.parametrize("local_steps", [1, 4])
-def test_spans_get_most_of_the_time_where_no_noise_blurs(small, observe, asked, local_steps):
+def test_spans_may_take_most_of_the_time(small, observe, asked, local_steps, noise):
     model = small("bert", layers=3, width=48)
     seen = observe(model, TEXTS[:2]).seen
     seen = replace(seen, knowledge=replace(seen.knowledge, local_steps=local_steps))
-    shares = shares_of(model, seen, asked)
+    noisy = (
+        GaussianNoise(sigma=noise)(seen.update, rng=stream(0, "noise")) if noise else seen.update
+    )
+    shares = shares_of(model, replace(seen, update=noisy), asked)
     assert shares[:2] == pytest.approx([0.75, 0.75], abs=0.05)
     assert 0.5 <= shares[2] < 1
 
 
-def test_noise_leaves_the_time_to_gradient_matching(small, observe, asked):
+@pytest.mark.parametrize("steps", [1, 3])
+def test_steps_that_give_the_update_again_end_the_search(small, observe, asked, steps):
     model = small("bert", layers=3, width=48)
-    truth = observe(model, TEXTS[:2])
-    noisy = GaussianNoise(sigma=0.01)(truth.seen.update, rng=stream(0, "noise"))
-    shares = shares_of(model, replace(truth.seen, update=noisy), asked)
-    assert shares[:2] == pytest.approx([0.2, 0.2], abs=0.05)
-    assert 0.5 <= shares[2] < 1
+    truth = observe(model, TEXTS[:2], kind=UpdateKind.DELTA, learning_rate=1e-3)
+    batches = [Batch(truth.sequences, [0, 1])] * steps
+    seen = replace(truth.seen, knowledge=replace(truth.seen.knowledge, local_steps=steps))
+    tensors = replay.steps_again(model, batches, seen)
+    seen = replace(seen, update=replace(seen.update, tensors=tensors))
+    asked[1]["keyspan"] = guess(*truth.sequences)
+    answer = ask(Auto(), seen, model)
+    assert [attack.kind for attack, _, _ in asked[0]] == ["keyspan"]
+    assert answer.verified
+    assert answer.diagnostics["replay_cosine"] == pytest.approx(1)
+    # One word changed is no proof, and the others are asked.
+    wrong = (*truth.sequences[0][:2], truth.sequences[0][2] + 1, *truth.sequences[0][3:])
+    asked[0].clear()
+    asked[1].update(keyspan=guess(wrong, truth.sequences[1]), dager=NOTHING, lamp=NOTHING)
+    assert not ask(Auto(), seen, model).verified
+    assert len(asked[0]) > 1
 
 
 @pytest.mark.parametrize(("most", "seconds"), [(1, 60.0), (8, 10.0)])
