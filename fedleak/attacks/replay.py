@@ -48,7 +48,8 @@ NEIGHBOURS = 4
 """Answers with one token changed that a proof has to tell from the answer."""
 
 _MARGIN = 20.0
-"""Times the limit that these must be away from the answer where not all numbers came."""
+"""Times the limit that these must be away from the answer where not all numbers came, in place of
+two: of a row of which a part came, it may tell its word less than those that are tried."""
 
 PROMISING = 0.5
 """Cosine below which no order of texts is searched, once classes are the best one by one."""
@@ -166,6 +167,8 @@ def replay(
     sequences: Sequence[tuple[int, ...]],
     seen: Observation,
     seconds: float = SECONDS,
+    *,
+    strict: bool = False,
 ) -> Replayed | None:
     """Makes a client's steps again on the texts of an answer; None if that cannot be done.
 
@@ -176,6 +179,7 @@ def replay(
         seen: The update, without what weight decay alone did.
         seconds: For the search of orders and classes: the attack's own limit, if that is less than
             a minute.
+        strict: None, too, where what comes after the search would take longer than that.
     """
     if obstacle(seen) is not None or not 0 < len(sequences) == seen.update.num_examples:
         return None
@@ -193,40 +197,74 @@ def replay(
     clock, sent_X = Clock(min(seconds, SECONDS)), flat(seen.update.tensors)
     lacking_X = sent_X == 0 if lacks_numbers(seen.update.tensors.values()) else None
 
-    def again(batches: Sequence[Batch], blur: torch.Generator | None = None) -> Tensor:
-        made_X = flat(steps_again(model, batches, seen, blur=blur))
-        return made_X if lacking_X is None else made_X.masked_fill_(lacking_X, 0)
+    def again(batches: Sequence[Batch]) -> Tensor:
+        return _without(lacking_X, flat(steps_again(model, batches, seen)))
 
     best: tuple[float, Arrangement] | None = None
     for start in _starts(model, closed, seen):
+        begun = clock.left()
         climbed = _climbed(model, closed, seen, sent_X, again, start, clock)
         best = climbed if best is None else max(best, climbed, key=lambda pair: pair[0])
+        if strict and begun - clock.left() > clock.left():
+            return None
     if best is None:
         return None
+    # Rounding makes some numbers zero here and there alike: only where that is not all, they lack.
+    made = _judged(model, closed, seen, best, None, 2.0)
+    if lacking_X is not None and made is not None and not made.verified:
+        made = _judged(model, closed, seen, best, lacking_X, _MARGIN)
+    if made is not None and made.verified:
+        # The steps wrote to copies of the weights, and torch counted that.
+        about = weakref.ref(seen), weakref.ref(model.module), all_written(model, seen)
+        _proved.append(_Proved(*about, texts, made))
+    return made
+
+
+def _without(lacking_X: Tensor | None, value_X: Tensor) -> Tensor:
+    """Returns numbers with zeros for those that did not come, in their place."""
+    return value_X if lacking_X is None else value_X.masked_fill_(lacking_X, 0)
+
+
+def _judged(
+    model: LanguageModel,
+    closed: Sequence[tuple[int, ...]],
+    seen: Observation,
+    best: tuple[float, Arrangement],
+    lacking_X: Tensor | None,
+    margin: float,
+) -> Replayed | None:
+    """Returns what the best arrangement of texts says; None of an update that says nothing.
+
+    Args:
+        model: At the broadcast weights.
+        closed: The texts.
+        seen: The update.
+        best: The arrangement, and its cosine.
+        lacking_X: Numbers that did not come; None: all came.
+        margin: Times the limit that answers with one token changed must be away.
+    """
     alike, arrangement = best
-    own_X = again(arrangement.batches(closed))
+    sent_X = flat(seen.update.tensors)
+
+    def again(sequences: Sequence[Sequence[int]], blur: torch.Generator | None = None) -> Tensor:
+        made = steps_again(model, arrangement.batches(sequences), seen, blur=blur)
+        return _without(lacking_X, flat(made))
+
+    own_X = again(closed)
     apart = float((sent_X - own_X).norm() / sent_X.norm())
     if not math.isfinite(apart):  # an update of zeros, or steps that diverge
         return None
     if apart > PROMISING or not can_tell(model, closed, seen):
         return Replayed(alike, apart, None, False)
-    rng = torch.Generator().manual_seed(0)
-    blurred_X = again(arrangement.batches(closed), rng)
+    blurred_X = again(closed, torch.Generator().manual_seed(0))
     size = own_X.norm()
     changed = [
-        float((again(arrangement.batches(other)) - own_X).norm() / size)
+        float((again(other) - own_X).norm() / size)
         for other in _one_token_changed(model, closed, seen)
     ]
     nearest = min(changed, default=0.0)
     limit = max(precision(seen), min(ROOM * float((blurred_X - own_X).norm() / size), nearest / 2))
-    # Of rows of which a part came, some tell their words less than those that were tried.
-    margin = 2 if lacking_X is None else _MARGIN
-    made = Replayed(alike, apart, limit, apart < limit <= nearest / margin)
-    if made.verified:
-        # The steps wrote to copies of the weights, and torch counted that.
-        about = weakref.ref(seen), weakref.ref(model.module), all_written(model, seen)
-        _proved.append(_Proved(*about, texts, made))
-    return made
+    return Replayed(alike, apart, limit, apart < limit <= nearest / margin)
 
 
 def can_tell(model: LanguageModel, closed: Sequence[Sequence[int]], seen: Observation) -> bool:

@@ -270,7 +270,7 @@ class _Attempt:
         batch = reading.sequences[: seen.update.num_examples]
         if reading.answer.verified or self.rest is not seen or replay.obstacle(seen) is not None:
             return reading
-        made = replay.replay(model, batch, seen, _REPLAYING * self._clock.left())
+        made = replay.replay(model, batch, seen, _REPLAYING * self._clock.left(), strict=True)
         if made is None or not made.verified:
             return reading
         diagnostics = {**reading.answer.diagnostics, **made.diagnostics()}
