@@ -16,6 +16,7 @@ import torch
 from pydantic import AfterValidator, Field
 
 from fedleak.attacks import AttackSetting, OneByOne, Progress, Step, certificate, replay
+from fedleak.attacks import clock as timing
 from fedleak.attacks.analytic.position_marginals import PositionMarginals
 from fedleak.attacks.analytic.query_gradients import QueryGradients
 from fedleak.attacks.auto.budget import OF_SPANS, Pace, Reserve
@@ -68,7 +69,7 @@ _NOISY = 0.75
 """Share of the time left that the likelihood of a single text under noise may take."""
 
 _REPLAYING = 0.2
-"""Share of the time left that making a client's steps again may take."""
+"""Share of the time that making a client's steps again may take, of all that is read."""
 
 _LONG_TEXTS = 0.5
 """Share of the time of an attack on spans that the one on queries may take."""
@@ -211,6 +212,7 @@ class _Attempt:
     ) -> None:
         self._clock, self._settings = Clock(settings.seconds), settings
         self._seen, self._model, self._rng, self._on_progress = seen, model, rng, on_progress
+        self._replaying = _REPLAYING * settings.seconds
         self._pace, self._most = Pace(seen, model), _READ * seen.update.num_examples
         self.findings, self.rest = Findings(), seen
 
@@ -268,9 +270,12 @@ class _Attempt:
         """Returns what was read as proved, if the client's steps on it, made again, prove it."""
         seen, model = self._seen, self._model
         batch = reading.sequences[: seen.update.num_examples]
-        if reading.answer.verified or self.rest is not seen or replay.obstacle(seen) is not None:
+        able = self._replaying > 0 and self.rest is seen and replay.obstacle(seen) is None
+        if reading.answer.verified or not able:
             return reading
-        made = replay.replay(model, batch, seen, _REPLAYING * self._clock.left(), strict=True)
+        begun = timing.now()
+        made = replay.replay(model, batch, seen, self._replaying, strict=True)
+        self._replaying -= timing.now() - begun
         if made is None or not made.verified:
             return reading
         diagnostics = {**reading.answer.diagnostics, **made.diagnostics()}

@@ -19,7 +19,7 @@ are equal numbers, about. (Of numbers on a grid, two are equal as often as one i
 Limits: no dropout, and both embeddings' rows must have come. A mask that keeps a share a of D
 numbers leaves a D of a row: distinct words and places must be fewer, but for its chance.
 
-Shapes: D hidden size, O outputs, N rows at once, M known vectors, R their rank, X pairs of these.
+Shapes: D hidden size, O outputs, N rows at once, M known vectors, R their rank.
 """
 
 import math
@@ -55,7 +55,7 @@ _EQUAL = 10.0
 """Zeros for each pair of equal numbers, above which they are no rounded numbers."""
 
 _EQUATIONS = 2**22
-"""Coefficients that are in memory at once."""
+"""Numbers of equations that are in memory at once."""
 
 
 def completed(
@@ -79,6 +79,8 @@ def completed(
     tables = {family.word_embedding, family.position_embedding} - {None}
     if not tables <= observed.keys():
         return None
+    if int(observed[family.word_embedding].any(1).sum()) >= sent_OD.shape[1]:
+        return None  # that many words span everything, as where a tied layer gives all a row
     came_OD, variance_OD = _came(sent_OD), _rounding(model, seen, names)
     if variance_OD is None and came_OD.all():
         return None
@@ -168,8 +170,8 @@ class _Fitted(NamedTuple):
 def _fitted(basis_RD: Tensor, sent_ND: Tensor, count_ND: Tensor) -> _Fitted:
     """Fits rows by least squares; each number counts so many times, one that did not come 0."""
     rank = len(basis_RD)
-    outer_DX = (basis_RD.T[:, :, None] * basis_RD.T[:, None]).flatten(1)
-    factor_NRR, failed_N = torch.linalg.cholesky_ex((count_ND @ outer_DX).view(-1, rank, rank))
+    equations_NRR = (count_ND[:, None] * basis_RD) @ basis_RD.T
+    factor_NRR, failed_N = torch.linalg.cholesky_ex(equations_NRR)
     inverse_NRR = torch.cholesky_inverse(factor_NRR)
     weight_NR = inverse_NRR @ ((count_ND * sent_ND) @ basis_RD.T)[..., None]
     row_ND = weight_NR[..., 0] @ basis_RD
@@ -189,7 +191,7 @@ def _completed_in(basis_RD: Tensor, sent: _Sent) -> Tensor:
     most = _ROUNDING if sent.variance_OD is None else _MOVED
     most_amplified = min(_AMPLIFIED * most, _MOVED)
     enough_O = sent.value_OD.any(1) & (sent.came_OD.sum(1) >= rank + _SPARE)
-    for rows_N in torch.split(enough_O.nonzero()[:, 0], max(1, _EQUATIONS // rank**2)):
+    for rows_N in torch.split(enough_O.nonzero()[:, 0], max(1, _EQUATIONS // (rank * width))):
         sent_ND, came_ND = sent.value_OD[rows_N].double(), sent.came_OD[rows_N].double()
         size_N = sent_ND.square().sum(1) / came_ND.sum(1)
         count_ND = came_ND
