@@ -25,10 +25,10 @@ import math
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedleak.attacks.clock import UNLIMITED, Clock
 from fedleak.models import CLASSIFICATION, LanguageModel, batch_loss, pad, target_counts
@@ -59,6 +59,9 @@ _ZEROS = 0.02
 
 _SMALL = 1e-3
 """A tensor below this fraction of the update's norm counts as this large: some are zero."""
+
+
+Proof = TypeVar("Proof")
 
 
 class Units(NamedTuple):
@@ -431,26 +434,6 @@ class Verdict(NamedTuple):
 NOTHING_PROVED = Verdict({}, None, False)
 
 
-class _Proved(NamedTuple):
-    """A batch whose gradient this module found equal to an update.
-
-    Attributes:
-        seen: The update.
-        module: The network that has it as its gradient.
-        written: Its tensors and the weights, as they were.
-        repeats: How often each sequence is in the batch, by its tokens.
-    """
-
-    seen: weakref.ref[Observation]
-    module: weakref.ref[nn.Module]
-    written: list[tuple[int, int | None]]
-    repeats: Mapping[tuple[int, ...], int]
-
-
-_proved: deque[_Proved] = deque(maxlen=64)
-"""The last proofs: an attack makes one, and who checks its answer need not make it again."""
-
-
 def written(tensors: Iterable[Tensor]) -> list[tuple[int, int | None]]:
     """Returns where tensors are in memory, and how often torch saw each of them written to.
 
@@ -459,9 +442,40 @@ def written(tensors: Iterable[Tensor]) -> list[tuple[int, int | None]]:
     return [(t.data_ptr(), None if t.is_inference() else t._version) for t in tensors]
 
 
-def all_written(model: LanguageModel, seen: Observation) -> list[tuple[int, int | None]]:
-    """Returns `written` of all that a proof depends on: weights, and the update."""
-    return written([*model.module.parameters(), *seen.update.tensors.values()])
+Texts = Mapping[tuple[int, ...], int]
+"""How often each sequence is in a batch, by its tokens."""
+
+
+class Proofs(Generic[Proof]):
+    """The last proofs: an attack makes one, and who checks its answer need not make it again.
+
+    One counts for the same observation and network alone, with all tensors as they were.
+    """
+
+    def __init__(self) -> None:
+        self._kept: deque[tuple[Any, Any, list[tuple[int, int | None]], Texts, Proof]]
+        self._kept = deque(maxlen=64)
+
+    def keep(self, model: LanguageModel, seen: Observation, texts: Texts, proof: Proof) -> None:
+        """Keeps what was just proved, unless torch does not count who writes to its tensors."""
+        now = self._written(model, seen)
+        if all(count is not None for _, count in now):
+            self._kept.append((weakref.ref(seen), weakref.ref(model.module), now, texts, proof))
+
+    def get(self, model: LanguageModel, seen: Observation, texts: Texts) -> Proof | None:
+        """Returns the proof of these texts, if it is kept."""
+        now = self._written(model, seen)
+        for about, module, before, proved, proof in self._kept:
+            if seen is about() and model.module is module() and (now, texts) == (before, proved):
+                return proof
+        return None
+
+    @staticmethod
+    def _written(model: LanguageModel, seen: Observation) -> list[tuple[int, int | None]]:
+        return written([*model.module.parameters(), *seen.update.tensors.values()])
+
+
+_proofs: Proofs[Verdict] = Proofs()
 
 
 def judge(
@@ -489,10 +503,9 @@ def _remembered(
     model: LanguageModel, members: Sequence[Member], seen: Observation, clock: Clock
 ) -> Verdict:
     """Returns the verdict on members that this module made of tokens alone, and keeps a proof."""
-    verdict, now = verify(model, members, seen, clock), all_written(model, seen)
-    if verdict.verified and all(count is not None for _, count in now):
-        about = weakref.ref(seen), weakref.ref(model.module)
-        _proved.append(_Proved(*about, now, verdict.repeats))
+    verdict = verify(model, members, seen, clock)
+    if verdict.verified:
+        _proofs.keep(model, seen, verdict.repeats, verdict)
     return verdict
 
 
@@ -580,15 +593,10 @@ def proves(
 def _is_batch(
     model: LanguageModel, sequences: Sequence[tuple[int, ...]], seen: Observation, clock: Clock
 ) -> bool:
-    times, now = Counter(sequences), all_written(model, seen)
+    times = Counter(sequences)
     if not all(times):
         return False
-    if any(
-        seen is proof.seen()
-        and model.module is proof.module()
-        and (proof.written, proof.repeats) == (now, times)
-        for proof in _proved
-    ):
+    if _proofs.get(model, seen, times) is not None:
         return True
     if model.task == CLASSIFICATION:
         members = _explained(model, list(times), (), seen, clock)

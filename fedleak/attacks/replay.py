@@ -19,17 +19,16 @@ Shapes: X: all numbers of an update.
 
 import itertools
 import math
-import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedleak.attacks.certificate import (
-    all_written,
+    Proofs,
     close,
     lacks_numbers,
     nearest_words,
@@ -82,25 +81,7 @@ class Replayed(NamedTuple):
         return {"replay_cosine": self.cosine, "replay_difference": self.apart} | measured
 
 
-class _Proved(NamedTuple):
-    """An answer that this module proved.
-
-    Attributes:
-        seen, module: The update, and the network that made the steps.
-        written: Their tensors, as they were.
-        texts: How often each was there.
-        replayed: What was found.
-    """
-
-    seen: weakref.ref[Observation]
-    module: weakref.ref[nn.Module]
-    written: list[tuple[int, int | None]]
-    texts: Mapping[tuple[int, ...], int]
-    replayed: Replayed
-
-
-_proved: deque[_Proved] = deque(maxlen=64)
-"""The last proofs: who checks an attack's answer need not make the steps again (`certificate`)."""
+_proofs: Proofs[Replayed] = Proofs()
 
 
 def obstacle(seen: Observation) -> str | None:
@@ -189,11 +170,9 @@ def replay(
     hidden = bool(model.response_template) and len(set(closed)) < len(closed)
     if hidden or not all(target_counts(model, closed)):
         return None
-    now, texts = all_written(model, seen), Counter(closed)
-    for proof in _proved:
-        same = seen is proof.seen() and model.module is proof.module()
-        if same and (now, texts) == (proof.written, proof.texts):
-            return proof.replayed
+    texts = Counter(closed)
+    if (known := _proofs.get(model, seen, texts)) is not None:
+        return known
     clock, sent_X = Clock(min(seconds, SECONDS)), flat(seen.update.tensors)
     lacking_X = sent_X == 0 if lacks_numbers(seen.update.tensors.values()) else None
 
@@ -214,9 +193,7 @@ def replay(
     if lacking_X is not None and made is not None and not made.verified:
         made = _judged(model, closed, seen, best, lacking_X, _MARGIN)
     if made is not None and made.verified:
-        # The steps wrote to copies of the weights, and torch counted that.
-        about = weakref.ref(seen), weakref.ref(model.module), all_written(model, seen)
-        _proved.append(_Proved(*about, texts, made))
+        _proofs.keep(model, seen, texts, made)
     return made
 
 

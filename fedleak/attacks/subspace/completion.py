@@ -42,7 +42,7 @@ _ROUNDING, _MOVED = 1e-5, 0.3
 """Noise in a row, as a share of its root mean square, at most: of a gradient in float32, with room,
 and of a change of weights."""
 
-_STEPS = 1e-3
+_DRIFT = 1e-3
 """What is in a number of a change of weights beside rounding, in the same units: at least this."""
 
 _AMPLIFIED = 100.0
@@ -115,7 +115,7 @@ class _Sent(NamedTuple):
 
 def _came(sent_OD: Tensor) -> Tensor:
     """Returns which numbers [O, D] came: all, unless a mask or pruning made zeros of some."""
-    used_OD = sent_OD.any(1, keepdim=True) & (sent_OD != 0)
+    used_OD = sent_OD != 0
     size_OD, next_OD = sent_OD.abs(), sent_OD.abs().roll(1, 1)
     pairs_OD = used_OD & (next_OD != 0)
     equal = float((pairs_OD & (size_OD == next_OD)).sum()) / max(int(pairs_OD.sum()), 1)
@@ -196,7 +196,7 @@ def _completed_in(basis_RD: Tensor, sent: _Sent) -> Tensor:
         size_N = sent_ND.square().sum(1) / came_ND.sum(1)
         count_ND = came_ND
         if sent.variance_OD is not None:
-            count_ND = came_ND / (sent.variance_OD[rows_N] + _STEPS**2 * size_N[:, None])
+            count_ND = came_ND / (sent.variance_OD[rows_N] + _DRIFT**2 * size_N[:, None])
             count_ND *= (came_ND.sum(1) / count_ND.sum(1))[:, None]
         fit = _fitted(basis_RD, sent_ND, count_ND)
         # A comparison with NaN is false.
