@@ -155,7 +155,7 @@ class Auto(OneByOne):
     """
 
     kind: ClassVar[str] = "auto"
-    version: ClassVar[int] = 17
+    version: ClassVar[int] = 18
     slow: ClassVar[bool] = True
     uses: ClassVar[frozenset[str]] = Lamp.uses | {"noise_scale"}
     seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 120.0
@@ -290,9 +290,10 @@ class _Attempt:
         if isinstance(attack, QueryGradients):
             return not single  # the closed form reads one text, and proves it
         if isinstance(attack, StatePursuit):
-            # Gradients of whole matrices have a span, which tells more.
+            # Whole matrices' gradients, and sums of them, have a span, which tells more.
             adapted = any(name.endswith(_ADAPTER) for name in self._seen.update.tensors)
-            return adapted or not certificate.is_linear(self._seen)
+            recipe = self._seen.knowledge.recipe
+            return adapted or (recipe is not None and not recipe.adds_up)
         if isinstance(attack, MaximumLikelihood):
             # Where there is no noise the others prove what they read.
             known = certificate.is_linear(self._seen)
@@ -311,16 +312,23 @@ class _Attempt:
 
     def _timed(self, attack: Single, clues: Clues) -> Single | None:
         """Returns an attack with its time and the settings of this one; None: there is no time."""
+        left = self._clock.left()
         if isinstance(attack, PositionMarginals):
-            return replace(attack, seconds=self._clock.left())
+            return replace(attack, seconds=left)
+        if isinstance(attack, Lamp):
+            return self._timed_lamp(attack, clues)
+        if clues.sequences:
+            # What was read is worth nothing if there is no time to choose from it.
+            left = Reserve.of(self._pace, self.rest, clues.sequences).before_choice(left)
         if isinstance(attack, MaximumLikelihood):
             single = self._seen.update.num_examples == 1
-            seconds = (_NOISY if single else 1.0) * self._clock.left()
+            seconds = (_NOISY if single else 1.0) * left
             return replace(attack, seconds=seconds, prior=self._settings.prior)
-        if isinstance(attack, QueryGradients):
-            return replace(attack, seconds=_LONG_TEXTS * OF_SPANS * self._clock.left())
-        if not isinstance(attack, Lamp):
-            return replace(attack, seconds=OF_SPANS * self._clock.left())
+        of_spans = _LONG_TEXTS * OF_SPANS if isinstance(attack, QueryGradients) else OF_SPANS
+        return replace(attack, seconds=of_spans * left)
+
+    def _timed_lamp(self, attack: Lamp, clues: Clues) -> Lamp | None:
+        """Returns gradient matching with its time and settings; None: there is no time."""
         reserve = Reserve.of(self._pace, self.rest, clues.sequences)
         if clues.sequences and reserve.answer > self._clock.left():
             self._clock.rang = True  # the first step alone would make the answer late
@@ -333,16 +341,18 @@ class _Attempt:
         """Returns the sequences of a pool that explain what is left best.
 
         A long pool is cut to what can be compared in a part of the time that is left. Out of time,
-        it is the first ones.
+        it is what was read first: attacks that came late had the least time.
         """
         special, rest = self._model.special_ids(), self.rest
         pool = [ids for ids in dict.fromkeys(pool) if not special.issuperset(ids)]
         if not pool:
             return NO_CHOICE
         reserve, size = Reserve.of(self._pace, rest, pool), rest.update.num_examples
-        most = reserve.gradients_in(_CHOOSING * self._clock.left()) // reserve.labels
+        most = reserve.gradients_in(_CHOOSING * self._clock.left()) // reserve.directions
         if most < min(size, len(pool)):
             self._clock.rang = True
+            asked = [*self.findings.answers, None]
+            pool = sorted(pool, key=lambda ids: asked.index(self.findings.read.get(ids)))
             return Choice((), dict.fromkeys(pool[:size], 1.0), 1.0)
         pool = pool[:most]
         pairs = compare(self._model, pool, certificate.as_gradient(rest), noise_of(rest))

@@ -9,14 +9,16 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import mean
 
 from fedleak.attacks import clock as timing
 from fedleak.attacks.auto.chance import PLACEBOS
+from fedleak.attacks.auto.evidence import directions
 from fedleak.attacks.auto.sharpening import PROPOSED, trial
 from fedleak.attacks.certificate import as_gradient
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.matching.batch_structure import frame
-from fedleak.models import CLASSIFICATION, LanguageModel
+from fedleak.models import LanguageModel
 from fedleak.training.observation import Observation
 
 OF_SPANS = 0.75
@@ -74,19 +76,19 @@ class Reserve:
 
     Attributes:
         fixed: Seconds of a pass over the model, however short.
-        gradient: Seconds of one more guess's gradient, with one label.
+        token: Seconds of one more token of a guess's gradient, with one label.
         longest: Tokens of a guess at most.
         width: The hidden size.
         lengths: Tokens of the batch, as far as they are known.
-        labels: Of each guess.
+        directions: Gradients that make up those of a guess with each label.
     """
 
     fixed: float
-    gradient: float
+    token: float
     longest: int
     width: int
     lengths: tuple[int, ...]
-    labels: int
+    directions: int
 
     @classmethod
     def of(cls, pace: Pace, seen: Observation, guesses: Sequence[tuple[int, ...]]) -> "Reserve":
@@ -106,12 +108,17 @@ class Reserve:
         fixed, token = pace.seconds
         return cls(
             fixed=fixed,
-            gradient=token * longest,
+            token=token,
             longest=longest,
             width=model.hidden_size,
             lengths=tuple(lengths),
-            labels=model.num_labels if model.task == CLASSIFICATION else 1,
+            directions=directions(model),
         )
+
+    @property
+    def gradient(self) -> float:
+        """Seconds of one more guess's gradient, with one label."""
+        return self.token * self.longest
 
     @property
     def mending(self) -> float:
@@ -123,10 +130,14 @@ class Reserve:
         """Seconds for the choice among guesses, the comparison with chance, and the proof."""
         size = len(self.lengths)
         return (
-            _ROOM * self._products(self.labels * 2 * size)
+            _ROOM * self._products(self.directions * 2 * size)
             + _ROOM * self._products(size + PLACEBOS)
             + _PROOF * size * self.gradient
         )
+
+    def before_choice(self, left: float) -> float:
+        """Returns the seconds, of those left, that an attack may take which others came before."""
+        return left - min(self.answer, _MOST * left)
 
     def before(self, clock: Clock) -> float:
         """Returns the seconds that gradient matching may take."""
@@ -139,6 +150,7 @@ class Reserve:
     def _products(self, gradients: int) -> float:
         """Returns the seconds that so many gradients and their inner products take."""
         # By factors, or by the gradients themselves: whichever is less (`evidence`).
-        factors = gradients * self.longest / (2 * self.width)
-        formed = (self.longest + gradients) / (3 * self.longest)
-        return self.fixed + self.gradient * gradients * (1 + min(factors, formed))
+        tokens = gradients * mean(self.lengths)
+        factors = tokens / (2 * self.width)
+        formed = (1 + gradients**2 / (tokens or 1)) / 3
+        return self.fixed + self.token * tokens * (1 + min(factors, formed))

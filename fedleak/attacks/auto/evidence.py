@@ -13,12 +13,13 @@ Least squares needs inner products only, and a weight's gradient `D^T A` has tho
 of all tokens with each other: one weight at a time.
 
 Shapes: N sequences, C labels, K = N C pairs, T tokens, D hidden size, X and Y the sides of a
-weight, M distinct tokens.
+weight, M distinct tokens, or the tokens of all pairs.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +35,9 @@ from fedleak.attacks.matching.factored_gradients import (
 from fedleak.attacks.matching.gradient_distance import Gradient
 from fedleak.models import CLASSIFICATION, LanguageModel, is_target, pad
 
+_TOGETHER = 8
+"""Sequences whose gradients are computed at once."""
+
 _LOWER = 1 - 1e-9
 """A residual counts as lower by more than rounding."""
 
@@ -45,6 +49,19 @@ _ROUNDING = 1e-6
 
 _DIGITS = 9
 """Digits of a residual: later ones depend on where its numbers lie in memory."""
+
+
+class Factors(NamedTuple):
+    """The gradients of K pairs in a weight, each the `left^T right` of its own tokens.
+
+    Attributes:
+        left_MX, right_MY: Of the tokens of all pairs, one pair after the other.
+        counts: Tokens of each pair.
+    """
+
+    left_MX: Tensor
+    right_MY: Tensor
+    counts: list[int]
 
 
 @dataclass(frozen=True)
@@ -149,27 +166,61 @@ def compare_labelled(
         noise: The standard deviation of the noise on each number; None: not known.
     """
     weight = weights(model, observed, noise)
+    words = model.family.word_embedding
     words_M = torch.tensor(sorted({t for ids in closed for t in ids}), device=model.device)
     own = BatchGradients(model, list(weight))
+    # Texts of nearly one length go together, so that little is computed for padding.
+    order = sorted(range(len(closed)), key=lambda n: len(closed[n]))
+    parts = [order[start : start + _TOGETHER] for start in range(0, len(order), _TOGETHER)]
+    gradients = list[dict[str, Factors | Tensor]]()
+    both = directions(model) == 1 < labels_NC.shape[1]
+    scales = list[Tensor]()
+
+    def direction(logits_NC: Tensor) -> Tensor:
+        """Returns z_0 - z_1's derivative; the loss's with class 0 is -p_1 times that, or p_0."""
+        p0_N, p1_N = logits_NC.double().softmax(1).detach().unbind(1)
+        scales.append(torch.stack([-p1_N, p0_N], 1).cpu())
+        return logits_NC.new_tensor([1.0, -1.0]).expand_as(logits_NC)
+
     with own.ready():
-        gradients = gradients_of(model, own, closed, labels_NC, words_M)
-    size = labels_NC.numel()
-    gram_KK = torch.zeros(size, size, dtype=torch.float64)
-    observed_K = torch.zeros(size, dtype=torch.float64)
+        for part in parts:
+            texts, labels = [closed[n] for n in part], labels_NC[part]
+            if both:
+                some = gradients_of(model, own, texts, labels[:, :1], words_M, direction)
+            else:
+                some = gradients_of(model, own, texts, labels, words_M)
+            gradients.append(_without_padding(some, [len(ids) for ids in texts]))
+    pairs = len(closed) * (1 if both else labels_NC.shape[1])
+    gram_KK = torch.zeros(pairs, pairs, dtype=torch.float64)
+    observed_K = torch.zeros(pairs, dtype=torch.float64)
     for name in weight:
-        target = observed[name]
-        if name == model.family.word_embedding:
-            target = target[words_M]
-        gram, inner = _products(gradients[name], target)
+        target = observed[name][words_M] if name == words else observed[name]
+        gram, inner = _products([part[name] for part in gradients], target)
         gram_KK += weight[name] * gram.double().cpu()
         observed_K += weight[name] * inner.double().cpu()
+    if both:
+        scale_K = torch.cat(scales).flatten()
+        gram_KK = gram_KK.repeat_interleave(2, 0).repeat_interleave(2, 1) * scale_K.outer(scale_K)
+        observed_K = observed_K.repeat_interleave(2) * scale_K
+    pair_NC = torch.arange(labels_NC.numel()).view(labels_NC.shape)
+    place_K = pair_NC[order].flatten().argsort()
     return Pairs(
         sequence=tuple(i for i in range(len(closed)) for _ in range(labels_NC.shape[1])),
         label=tuple(labels_NC.flatten().tolist()),
-        gram_KK=gram_KK,
-        observed_K=observed_K,
-        total=sum(weight[n] * float(observed[n].double().square().sum()) for n in weight),
+        gram_KK=gram_KK[place_K[:, None], place_K],
+        observed_K=observed_K[place_K],
+        total=sum(weight[name] * _square(observed[name]) for name in weight),
     )
+
+
+def directions(model: LanguageModel) -> int:
+    """Returns how many gradients make up those of a sequence with each of its labels.
+
+    The softmax of two classes has one degree of freedom.
+    """
+    if model.task != CLASSIFICATION:
+        return 1
+    return 1 if model.num_labels == 2 and model.class_loss is F.cross_entropy else model.num_labels
 
 
 def weights(
@@ -187,8 +238,15 @@ def weights(
 
 def _weight(observed: Tensor) -> float:
     """Returns one over the mean square of the numbers that are not zero; 0 if all are."""
-    square = float(observed.double().square().sum())
+    square = _square(observed)
     return int(observed.count_nonzero()) / square if square > 1e-30 else 0.0
+
+
+def _square(value: Tensor) -> float:
+    """Returns the sum of the squares of a tensor's numbers."""
+    rows = value.float().flatten(0, -2) if value.dim() > 1 else value.float()
+    # Of rows in float32: the numbers in float64 take four times as long, and all in float32 lose.
+    return float(torch.linalg.vecdot(rows, rows).sum(dtype=torch.float64))
 
 
 def gradients_of(
@@ -197,6 +255,7 @@ def gradients_of(
     closed: Sequence[tuple[int, ...]],
     labels_NC: Tensor,
     words_M: Tensor,
+    logit_grad: LogitGrad | None = None,
 ) -> dict[str, Gradient]:
     """Returns the gradients of each sequence's mean loss with each of its labels.
 
@@ -206,6 +265,7 @@ def gradients_of(
         closed: The sequences, as clients train on them.
         labels_NC: Of each; of no meaning in next-token training.
         words_M: The tokens whose rows of the word embedding's gradient are wanted.
+        logit_grad: Of something else, in place of the loss.
     """
     ids_NT, mask_NT = pad(closed, model.tokenizer.pad_token_id, model.device)
     labels = labels_NC.shape[1]
@@ -216,7 +276,7 @@ def gradients_of(
     return own(
         x_NCTD[:, :, None],
         mask_NT[:, None],
-        _logit_grad(model, ids_NT, mask_NT, labels_NC),
+        logit_grad or _logit_grad(model, ids_NT, mask_NT, labels_NC),
         differentiable=False,
         mixture_RKBTM=share_NCTM[:, :, None],
     )
@@ -264,28 +324,69 @@ def slopes(
     return slope_TD, delta_TD
 
 
-def _products(gradient: Gradient, observed: Tensor) -> tuple[Tensor, Tensor]:
+def _without_padding(
+    gradients: Mapping[str, Gradient], lengths: Sequence[int]
+) -> dict[str, Factors | Tensor]:
+    """Returns the factors of gradients at tokens alone, and small gradients as they are [K, ...].
+
+    Args:
+        gradients: Of N sequences, padded, with C labels.
+        lengths: Of the sequences.
+    """
+    flat: dict[str, Factors | Tensor] = {}
+    for name, gradient in gradients.items():
+        if isinstance(gradient, Tensor):
+            flat[name] = gradient.flatten(0, 1)
+            continue
+        ((left_NCTX, right_NCTY),) = gradient
+        labels, places = left_NCTX.shape[1:3]
+        # Behind the pooling of a classifier each text has one place.
+        counts = [min(length, places) for length in lengths for _ in range(labels)]
+        count_K1 = torch.tensor(counts, device=left_NCTX.device)[:, None]
+        token_KT = torch.arange(places, device=left_NCTX.device) < count_K1
+        left_MX, right_MY = (side.flatten(0, 1)[token_KT] for side in (left_NCTX, right_NCTY))
+        flat[name] = Factors(left_MX, right_MY, counts)
+    return flat
+
+
+def _products(parts: Sequence[Factors | Tensor], observed: Tensor) -> tuple[Tensor, Tensor]:
     """Returns inner products of pairs with each other [K, K], and with the observed one [K]."""
-    if isinstance(gradient, Tensor):
-        value = gradient.flatten(0, 1)
-        # Of a table, only the first rows were looked up.
-        target = observed[: value.shape[1]] if value.dim() == 3 else observed
-        value_KX = value.flatten(1)
-        return value_KX @ value_KX.T, value_KX @ target.flatten()
-    left, right = (torch.cat(side, 2).flatten(0, 1) for side in zip(*gradient, strict=True))
-    pairs, tokens, sides = *left.shape[:2], (left.shape[2], right.shape[2])
-    if pairs * tokens**2 * sum(sides) > (pairs + tokens) * math.prod(sides):
-        value_KX = (left.mT @ right).flatten(1)  # long texts: the gradients themselves are smaller
-        return value_KX @ value_KX.T, value_KX @ observed.flatten()
-    inner_K = (left * (right @ observed.mT)).flatten(1).sum(1)
-    left, right = left.flatten(0, 1), right.flatten(0, 1)
-    gram_KK = left.new_empty(pairs, pairs)
-    at_once = max(1, _PRODUCTS // (pairs * tokens**2))
-    for start in range(0, pairs, at_once):
-        some = slice(start * tokens, (start + at_once) * tokens)
-        both = (left[some] @ left.T) * (right[some] @ right.T)
-        gram_KK[start : start + at_once] = both.view(-1, tokens, pairs, tokens).sum((1, 3))
-    return gram_KK, inner_K
+    values, factors = list[Tensor](), list[Factors]()
+    for part in parts:
+        if isinstance(part, Tensor):
+            values.append(part)
+        else:
+            factors.append(part)
+    if values:
+        if values[0].dim() == 3:  # of a table, only the first rows were looked up
+            rows = max(value.shape[1] for value in values)
+            values = [F.pad(value, (0, 0, 0, rows - value.shape[1])) for value in values]
+            observed = observed[:rows]
+        return _formed_products(torch.cat(values).flatten(1), observed)
+    left_MX = torch.cat([part.left_MX for part in factors])
+    right_MY = torch.cat([part.right_MY for part in factors])
+    counts = [count for part in factors for count in part.counts]
+    pairs, tokens, sides = len(counts), len(left_MX), (left_MX.shape[1], right_MY.shape[1])
+    if tokens**2 * sum(sides) > (tokens + pairs**2) * math.prod(sides):
+        sides_KTX = zip(torch.split(left_MX, counts), torch.split(right_MY, counts), strict=True)
+        # Long texts: the gradients themselves are smaller.
+        value_KX = torch.stack([(a_TX.T @ b_TY).flatten() for a_TX, b_TY in sides_KTX])
+        return _formed_products(value_KX, observed)
+    pair_M = torch.repeat_interleave(torch.tensor(counts)).to(left_MX.device)
+    inner_M = (left_MX * (right_MY @ observed.mT)).sum(1)
+    gram_KK = left_MX.new_zeros(pairs, pairs)
+    at_once = max(1, _PRODUCTS // tokens)
+    for start in range(0, tokens, at_once):
+        some = slice(start, start + at_once)
+        both_SM = (left_MX[some] @ left_MX.T).mul_(right_MY[some] @ right_MY.T)
+        both_SK = both_SM.new_zeros(len(both_SM), pairs).index_add_(1, pair_M, both_SM)
+        gram_KK.index_add_(0, pair_M[some], both_SK)
+    return gram_KK, inner_M.new_zeros(pairs).index_add_(0, pair_M, inner_M)
+
+
+def _formed_products(value_KX: Tensor, observed: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the inner products of gradients that are formed."""
+    return value_KX @ value_KX.T, value_KX @ observed.flatten()
 
 
 def fits(

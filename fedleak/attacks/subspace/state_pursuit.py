@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedleak.attacks import AttackSetting, OneByOne, Progress, certificate
-from fedleak.attacks.clock import Clock
+from fedleak.attacks.clock import UNLIMITED, Clock
 from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.attacks.subspace.answer import Judged, ranked, recovered, telling
 from fedleak.models import CAUSAL_LM, LanguageModel, pad
@@ -337,7 +337,7 @@ class _Search:
             ]
             per_prefix = 1 + tried_NJ.shape[1]
             rows = torch.arange(len(beam.ids)).repeat_interleave(per_prefix)
-            scores_N = self._scores(texts, beam, rows)
+            scores_N = self._scores(texts, beam, rows, clock)
             best = float(scores_N.max())
             stale, most = (0, best) if best > most else (stale + 1, most)
             ended |= zip(texts[::per_prefix], scores_N[::per_prefix].tolist(), strict=True)
@@ -361,7 +361,7 @@ class _Search:
         while not clock.up():
             # Sorted, so that those of one length go through the model together.
             texts = sorted(self._changed(ids), key=len)
-            best, i = self._whole(texts).max(0)
+            best, i = self._whole(texts, clock).max(0)
             if best <= score:
                 break
             ids, score = texts[int(i)], float(best)
@@ -382,10 +382,10 @@ class _Search:
             if len(behind) > 1:
                 yield (*before, behind[0], ids[place], *behind[1:])
 
-    def _whole(self, texts: Sequence[tuple[int, ...]]) -> Tensor:
+    def _whole(self, texts: Sequence[tuple[int, ...]], clock: Clock = UNLIMITED) -> Tensor:
         """Returns the scores [N] of texts that begin with the same token."""
         start = self._begun([texts[0][:1]])
-        return self._scores(texts, start, torch.zeros(len(texts), dtype=torch.long))
+        return self._scores(texts, start, torch.zeros(len(texts), dtype=torch.long), clock)
 
     def _begun(self, ids: Sequence[tuple[int, ...]]) -> _Prefixes:
         """Returns prefixes of which no token is a target."""
@@ -399,20 +399,26 @@ class _Search:
         sums = [sum_NOI[rows_N] + more_NOI for sum_NOI, more_NOI in pairs]
         return _Prefixes(ids, beam.prior_N[rows_N] + prior_N, sums)
 
-    def _scores(self, texts: Sequence[tuple[int, ...]], beam: _Prefixes, rows_N: Tensor) -> Tensor:
+    def _scores(
+        self, texts: Sequence[tuple[int, ...]], beam: _Prefixes, rows_N: Tensor, clock: Clock
+    ) -> Tensor:
         """Returns the nats that texts explain beside the others, and their log probability [N].
+
+        Those that time does not reach have a score below all others.
 
         Args:
             texts: Each goes on where a prefix ends.
             beam: The prefixes.
             rows_N: Which of them each text begins with.
+            clock: Looked at between parts of them, of which the first is always scored.
         """
-        scores = [-self._update.nats(self._beside)]
         size = max(1, _AT_ONCE // max(map(len, texts)))
-        for start in range(0, len(texts), size):
-            part = self._grown(texts[start : start + size], beam, rows_N[start : start + size])
-            scores.append(part.prior_N + self._update.nats(part.sums))
-        return torch.cat(scores[1:]) + scores[0]
+        scores_N = beam.prior_N.new_full((len(texts),), -math.inf)
+        for start in clock.paced(range(0, len(texts), size), least=1):
+            some = slice(start, start + size)
+            part = self._grown(texts[some], beam, rows_N[some])
+            scores_N[some] = part.prior_N + self._update.nats(part.sums)
+        return scores_N - self._update.nats(self._beside)
 
 
 def _times(rows_NTX: Tensor, matrix_XX: Tensor) -> Tensor:

@@ -96,15 +96,17 @@ def test_states_are_pursued_where_no_gradient_of_a_whole_weight_is_seen(small, o
     model = small("llama", CAUSAL_LM)
     plain = observe(model, 1).seen
     adam = replace(plain, knowledge=replace(plain.knowledge, recipe=Recipe(optimiser="adam")))
+    dropped = replace(plain, knowledge=replace(plain.knowledge, dropout=True))
+    steps = replace(plain, knowledge=replace(plain.knowledge, local_steps=4))
     adapt_(model.module, Lora(2, 4.0), model.family.classifier)
     adapted = observe(model, 1).seen
     suited = [
         auto._Attempt(Auto(), seen, model, stream(0, "auto"), lambda progress: None)._suits(
             StatePursuit()
         )
-        for seen in (plain, adam, adapted)
+        for seen in (plain, dropped, steps, adam, adapted)
     ]
-    assert suited == [False, True, True]
+    assert suited == [False, False, False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -358,6 +360,35 @@ def test_out_of_time_for_the_choice_the_first_guesses_are_the_answer_and_it_says
     assert [*answer.sequences] == truth.sequences
     assert answer.diagnostics["likely"] == [False, False]
     assert answer.diagnostics["time_up"]
+
+
+def test_out_of_time_for_a_choice_what_was_read_first_is_the_answer(
+    small, observe, asked, monkeypatch
+):
+    model = small("bert", layers=3, width=48)
+    truth = observe(model, TEXTS[:2])
+    asked[1]["keyspan"] = guess(*truth.sequences)
+    asked[1]["dager"] = asked[1]["lamp"] = guess(*(ids[::-1] for ids in truth.sequences))
+    monkeypatch.setattr(Reserve, "gradients_in", lambda own, seconds: 0)
+    answer = ask(Auto(), noisy_of(truth, 1e-2, granted=False), model)
+    assert sorted(answer.sequences) == sorted(truth.sequences)
+    assert set(answer.diagnostics["from"]) == {"keyspan"}
+    assert answer.diagnostics["time_up"]
+
+
+def test_an_attack_leaves_time_to_choose_from_what_others_read(small, observe, asked, monkeypatch):
+    model = small("bert", layers=3, width=48)
+    truth = observe(model, TEXTS[:2])
+    notes, planted = asked
+    planted["dager"] = planted["lamp"] = NOTHING
+    monkeypatch.setattr(Reserve, "answer", 30.0)
+    given = []
+    for read in (guess(*truth.sequences), NOTHING):
+        planted["keyspan"] = read
+        notes.clear()
+        ask(Auto(seconds=100.0), noisy_of(truth, 1e-2, granted=False), model)
+        given += [attack.seconds for attack, _, _ in notes if attack.kind == "dager"]
+    assert given == pytest.approx([0.75 * 70, 0.75 * 100], rel=0.1)
 
 
 def test_out_of_time_for_a_comparison_nothing_is_likely_and_it_says_so(

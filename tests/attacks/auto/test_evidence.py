@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from fedleak.attacks.auto import evidence
-from fedleak.attacks.auto.evidence import Pairs, choose, compare, weights
+from fedleak.attacks.auto.evidence import Factors, Pairs, choose, compare, directions, weights
 from fedleak.attacks.certificate import as_gradient, close, units
 from fedleak.defenses.cast import Cast
 from fedleak.defenses.gaussian_noise import GaussianNoise
 from fedleak.defenses.mask import Mask
 from fedleak.defenses.prune import Prune
 from fedleak.defenses.sign import Sign
-from fedleak.models import CAUSAL_LM, CLASSIFICATION
+from fedleak.models import CAUSAL_LM, CLASS_LOSSES, CLASSIFICATION
 from fedleak.util.rng import stream
 
 pytestmark = pytest.mark.core
@@ -46,9 +46,14 @@ def pool_of(model):
     return opened(model, [tuple(ids) for ids in model.encode([*WRONG, *TEXTS])])
 
 
+@pytest.mark.parametrize("together", [2, 8])
+@pytest.mark.parametrize("classes", [2, 3])
 @pytest.mark.parametrize("built", KINDS, ids="-".join)
-def test_inner_products_are_those_of_gradients_that_are_formed(small, observe, built):
-    model = small(*built)
+def test_inner_products_are_those_of_gradients_that_are_formed(
+    small, observe, monkeypatch, built, classes, together
+):
+    monkeypatch.setattr(evidence, "_TOGETHER", together)
+    model = small(*built, num_labels=classes)
     truth = observe(model, TEXTS)
     observed, pool = as_gradient(truth.seen), pool_of(model)
     tied = {model.family.word_embedding} if model.tied else set()
@@ -88,6 +93,32 @@ def test_products_in_parts_are_those_at_once(small, observe, monkeypatch):
     monkeypatch.setattr(evidence, "_PRODUCTS", 500)
     in_parts = compare(model, pool_of(model), as_gradient(truth.seen))
     assert torch.allclose(at_once.gram_KK, in_parts.gram_KK, rtol=1e-5)
+
+
+def test_two_classes_of_another_loss_have_two_directions(small):
+    model = small("bert", num_labels=2)
+    assert directions(model) == 1
+    assert directions(replace(model, class_loss=CLASS_LOSSES["squared"])) == 2
+    assert directions(small("bert")) == 3
+    assert directions(small("gpt2", CAUSAL_LM)) == 1
+
+
+@pytest.mark.parametrize("counts", [[2, 1, 3], [40, 25, 33]], ids=["few tokens", "many tokens"])
+def test_products_of_factors_are_those_of_matrices(counts):
+    rng = torch.Generator().manual_seed(0)
+    left_MX, right_MY, observed = (
+        torch.randn(*size, generator=rng).double()
+        for size in ((sum(counts), 8), (sum(counts), 9), (8, 9))
+    )
+    parts = [
+        Factors(left_MX[: counts[0]], right_MY[: counts[0]], counts[:1]),
+        Factors(left_MX[counts[0] :], right_MY[counts[0] :], counts[1:]),
+    ]
+    gram_KK, inner_K = evidence._products(parts, observed)
+    pairs = zip(left_MX.split(counts), right_MY.split(counts), strict=True)
+    slow_KX = torch.stack([(left.T @ right).flatten() for left, right in pairs])
+    assert torch.allclose(gram_KK, slow_KX @ slow_KX.T)
+    assert torch.allclose(inner_K, slow_KX @ observed.flatten())
 
 
 @pytest.mark.parametrize("defense", DEFENSES.values(), ids=DEFENSES)

@@ -209,3 +209,27 @@ def test_a_text_is_read_from_adamws_step_on_adapters_and_proved_by_replay():
     answer = StatePursuit()(seen, model, rng=stream(0, "a"))
     assert answer.sequences == tuple(own)
     assert replay.replay(model, answer.sequences, seen).verified
+
+
+def test_out_of_time_it_ends_within_a_part_of_the_first_tokens(small, observe, monkeypatch):
+    """Nothing begins all texts of GPT-2, so that each word is tried as the first one."""
+    model = small("gpt2", CAUSAL_LM)
+    seen, calls, gradients = observe(model, 2).seen, [], state_pursuit._Update.gradients
+
+    def counted(own, *arguments):
+        calls.append(1)
+        return gradients(own, *arguments)
+
+    monkeypatch.setattr(state_pursuit._Update, "gradients", counted)
+    monkeypatch.setattr(state_pursuit, "_AT_ONCE", 64)
+    answer = StatePursuit(seconds=1e-6)(seen, model, rng=stream(0, "texts"))
+    assert len(calls) <= 2
+    assert answer.diagnostics["time_up"]
+    calls.clear()
+    ticks = iter(range(10**6))
+    monkeypatch.setattr("fedleak.attacks.clock.now", lambda: float(next(ticks)))
+    StatePursuit(seconds=30)(seen, model, rng=stream(0, "texts"))
+    in_time = len(calls)
+    calls.clear()
+    StatePursuit(seconds=300)(seen, model, rng=stream(0, "texts"))
+    assert 2 < in_time < 30 < len(calls)
