@@ -290,10 +290,10 @@ class _Attempt:
         if isinstance(attack, QueryGradients):
             return not single  # the closed form reads one text, and proves it
         if isinstance(attack, StatePursuit):
-            # Whole matrices' gradients, and sums of them, have a span, which tells more.
+            # A gradient of whole matrices has a span, with dropout, too, which tells more.
             adapted = any(name.endswith(_ADAPTER) for name in self._seen.update.tensors)
-            recipe = self._seen.knowledge.recipe
-            return adapted or (recipe is not None and not recipe.adds_up)
+            undropped = replace(self._seen.knowledge, dropout=False)
+            return adapted or not certificate.is_linear(replace(self._seen, knowledge=undropped))
         if isinstance(attack, MaximumLikelihood):
             # Where there is no noise the others prove what they read.
             known = certificate.is_linear(self._seen)
