@@ -177,7 +177,7 @@ def compare_labelled(
     scales = list[Tensor]()
 
     def direction(logits_NC: Tensor) -> Tensor:
-        """Returns z_0 - z_1's derivative; the loss's with class 0 is -p_1 times that, or p_0."""
+        """Returns the derivative of z_0 - z_1: the loss has -p_1 times that for class 0, else p_0."""
         p0_N, p1_N = logits_NC.double().softmax(1).detach().unbind(1)
         scales.append(torch.stack([-p1_N, p0_N], 1).cpu())
         return logits_NC.new_tensor([1.0, -1.0]).expand_as(logits_NC)
@@ -199,9 +199,10 @@ def compare_labelled(
         gram_KK += weight[name] * gram.double().cpu()
         observed_K += weight[name] * inner.double().cpu()
     if both:
-        scale_K = torch.cat(scales).flatten()
-        gram_KK = gram_KK.repeat_interleave(2, 0).repeat_interleave(2, 1) * scale_K.outer(scale_K)
-        observed_K = observed_K.repeat_interleave(2) * scale_K
+        scale_K = torch.cat(scales).gather(1, labels_NC[order].cpu()).flatten()
+        text_K = torch.arange(pairs).repeat_interleave(labels_NC.shape[1])
+        gram_KK = gram_KK[text_K[:, None], text_K] * scale_K.outer(scale_K)
+        observed_K = observed_K[text_K] * scale_K
     pair_NC = torch.arange(labels_NC.numel()).view(labels_NC.shape)
     place_K = pair_NC[order].flatten().argsort()
     return Pairs(
