@@ -351,8 +351,8 @@ class _Attempt:
         most = reserve.gradients_in(_CHOOSING * self._clock.left()) // reserve.directions
         if most < min(size, len(pool)):
             self._clock.rang = True
-            asked = [*self.findings.answers, None]
-            pool = sorted(pool, key=lambda ids: asked.index(self.findings.read.get(ids)))
+            kinds = [*self.findings.answers, None]
+            pool = sorted(pool, key=lambda ids: kinds.index(self.findings.read.get(ids)))
             return Choice((), dict.fromkeys(pool[:size], 1.0), 1.0)
         pool = pool[:most]
         pairs = compare(self._model, pool, certificate.as_gradient(rest), noise_of(rest))

@@ -177,7 +177,7 @@ def compare_labelled(
     scales = list[Tensor]()
 
     def direction(logits_NC: Tensor) -> Tensor:
-        """Returns the derivative of z_0 - z_1: the loss has -p_1 times that for class 0, else p_0."""
+        """Returns that of z_0 - z_1, of which class 0 has -p_1 times as much, and class 1 p_0."""
         p0_N, p1_N = logits_NC.double().softmax(1).detach().unbind(1)
         scales.append(torch.stack([-p1_N, p0_N], 1).cpu())
         return logits_NC.new_tensor([1.0, -1.0]).expand_as(logits_NC)
@@ -186,10 +186,10 @@ def compare_labelled(
         for part in parts:
             texts, labels = [closed[n] for n in part], labels_NC[part]
             if both:
-                some = gradients_of(model, own, texts, labels[:, :1], words_M, direction)
+                padded = gradients_of(model, own, texts, labels[:, :1], words_M, direction)
             else:
-                some = gradients_of(model, own, texts, labels, words_M)
-            gradients.append(_without_padding(some, [len(ids) for ids in texts]))
+                padded = gradients_of(model, own, texts, labels, words_M)
+            gradients.append(_without_padding(padded, [len(ids) for ids in texts]))
     pairs = len(closed) * (1 if both else labels_NC.shape[1])
     gram_KK = torch.zeros(pairs, pairs, dtype=torch.float64)
     observed_K = torch.zeros(pairs, dtype=torch.float64)
