@@ -319,7 +319,7 @@ class _Attempt:
             return self._timed_lamp(attack, clues)
         if clues.sequences:
             # What was read is worth nothing if there is no time to choose from it.
-            left = Reserve.of(self._pace, self.rest, clues.sequences).before_choice(left)
+            left = Reserve.of(self._pace, self.rest, clues.sequences).before_choice(self._clock)
         if isinstance(attack, MaximumLikelihood):
             single = self._seen.update.num_examples == 1
             seconds = (_NOISY if single else 1.0) * left

@@ -135,9 +135,9 @@ class Reserve:
             + _PROOF * size * self.gradient
         )
 
-    def before_choice(self, left: float) -> float:
-        """Returns the seconds, of those left, that an attack may take which others came before."""
-        return left - min(self.answer, _MOST * left)
+    def before_choice(self, clock: Clock) -> float:
+        """Returns the seconds that an attack may take that is asked after others read something."""
+        return clock.left() - min(self.answer, _MOST * clock.left())
 
     def before(self, clock: Clock) -> float:
         """Returns the seconds that gradient matching may take."""

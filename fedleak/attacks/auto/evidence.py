@@ -173,7 +173,7 @@ def compare_labelled(
     order = sorted(range(len(closed)), key=lambda n: len(closed[n]))
     parts = [order[start : start + _TOGETHER] for start in range(0, len(order), _TOGETHER)]
     gradients = list[dict[str, Factors | Tensor]]()
-    both = directions(model) == 1 < labels_NC.shape[1]
+    one_direction = directions(model) == 1 < labels_NC.shape[1]
     scales = list[Tensor]()
 
     def direction(logits_NC: Tensor) -> Tensor:
@@ -185,12 +185,12 @@ def compare_labelled(
     with own.ready():
         for part in parts:
             texts, labels = [closed[n] for n in part], labels_NC[part]
-            if both:
+            if one_direction:
                 padded = gradients_of(model, own, texts, labels[:, :1], words_M, direction)
             else:
                 padded = gradients_of(model, own, texts, labels, words_M)
             gradients.append(_without_padding(padded, [len(ids) for ids in texts]))
-    pairs = len(closed) * (1 if both else labels_NC.shape[1])
+    pairs = len(closed) * (1 if one_direction else labels_NC.shape[1])
     gram_KK = torch.zeros(pairs, pairs, dtype=torch.float64)
     observed_K = torch.zeros(pairs, dtype=torch.float64)
     for name in weight:
@@ -198,7 +198,7 @@ def compare_labelled(
         gram, inner = _products([part[name] for part in gradients], target)
         gram_KK += weight[name] * gram.double().cpu()
         observed_K += weight[name] * inner.double().cpu()
-    if both:
+    if one_direction:
         scale_K = torch.cat(scales).gather(1, labels_NC[order].cpu()).flatten()
         text_K = torch.arange(pairs).repeat_interleave(labels_NC.shape[1])
         gram_KK = gram_KK[text_K[:, None], text_K] * scale_K.outer(scale_K)
@@ -245,7 +245,7 @@ def _weight(observed: Tensor) -> float:
 
 def _square(value: Tensor) -> float:
     """Returns the sum of the squares of a tensor's numbers."""
-    rows = value.float().flatten(0, -2) if value.dim() > 1 else value.float()
+    rows = value.float() if value.dim() else value.float()[None]
     # Of rows in float32: the numbers in float64 take four times as long, and all in float32 lose.
     return float(torch.linalg.vecdot(rows, rows).sum(dtype=torch.float64))
 

@@ -95,6 +95,13 @@ def test_products_in_parts_are_those_at_once(small, observe, monkeypatch):
     assert torch.allclose(at_once.gram_KK, in_parts.gram_KK, rtol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(), (7,), (4000, 500), (30, 20, 50)], ids=str)
+def test_squares_are_as_exact_as_in_float64(shape):
+    value = torch.rand(shape, generator=torch.Generator().manual_seed(0)) ** 8
+    exact = float(value.double().square().sum())
+    assert evidence._square(value) == pytest.approx(exact, rel=1e-6)
+
+
 def test_two_classes_of_another_loss_have_two_directions(small):
     model = small("bert", num_labels=2)
     assert directions(model) == 1
