@@ -347,6 +347,12 @@ def _climbed(
         return clock.up() or left <= 0 or 1 - best[0] < precision(seen) ** 2 / 2
 
     improves(start)
+    if seen.knowledge.labels is None:
+        # Most texts may be of one class, and none of the first.
+        for label in range(1, classes):
+            if ended():
+                return best
+            improves(replace(start, labels=(label,) * len(closed)))
     for i in range(len(closed) if classes else 0):
         for changed in best[1].relabelled(i, classes):
             if ended():

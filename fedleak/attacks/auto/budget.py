@@ -27,6 +27,9 @@ OF_SPANS = 0.75
 _MOST = 0.5
 """Share of the time left that is reserved at most."""
 
+_LEAST = 0.08
+"""Share of the time left that is reserved at least: it may take longer than is expected."""
+
 _PROOF = 3
 """Gradients of a text that its proof takes as long as."""
 
@@ -81,6 +84,7 @@ class Reserve:
         width: The hidden size.
         lengths: Tokens of the batch, as far as they are known.
         directions: Gradients that make up those of a guess with each label.
+        dropout: Clients trained with dropout.
     """
 
     fixed: float
@@ -89,6 +93,7 @@ class Reserve:
     width: int
     lengths: tuple[int, ...]
     directions: int
+    dropout: bool
 
     @classmethod
     def of(cls, pace: Pace, seen: Observation, guesses: Sequence[tuple[int, ...]]) -> "Reserve":
@@ -102,8 +107,8 @@ class Reserve:
         model, size = pace.model, seen.update.num_examples
         around = frame(model)
         marks = len(around.first) + len(around.last)
-        known = seen.knowledge.lengths or [len(ids) + marks for ids in guesses[:size]]
-        lengths = [*known, *[_CONTENT + marks] * size][:size]
+        guessed = [max(len(ids), _CONTENT) + marks for ids in guesses[:size]]
+        lengths = [*(seen.knowledge.lengths or guessed), *[_CONTENT + marks] * size][:size]
         longest = min(max([*lengths, *map(len, guesses)]), model.max_length)
         fixed, token = pace.seconds
         return cls(
@@ -113,6 +118,7 @@ class Reserve:
             width=model.hidden_size,
             lengths=tuple(lengths),
             directions=directions(model),
+            dropout=bool(seen.knowledge.dropout),
         )
 
     @property
@@ -123,6 +129,8 @@ class Reserve:
     @property
     def mending(self) -> float:
         """Seconds for words that fit better."""
+        if self.dropout:  # right words do not fit much better than others then
+            return 0.0
         return _SWEEPS * 2 * PROPOSED * self.gradient * sum(self.lengths)
 
     @property
@@ -137,11 +145,11 @@ class Reserve:
 
     def before_choice(self, clock: Clock) -> float:
         """Returns the seconds that an attack may take that is asked after others read something."""
-        return clock.left() - min(self.answer, _MOST * clock.left())
+        return _without(self.answer, clock.left())
 
     def before(self, clock: Clock) -> float:
         """Returns the seconds that gradient matching may take."""
-        return clock.left() - min(self.mending + self.answer, _MOST * clock.left())
+        return _without(self.mending + self.answer, clock.left())
 
     def gradients_in(self, seconds: float) -> int:
         """Returns how many gradients can be compared with each other in some seconds."""
@@ -154,3 +162,8 @@ class Reserve:
         factors = tokens / (2 * self.width)
         formed = (1 + gradients**2 / (tokens or 1)) / 3
         return self.fixed + self.token * tokens * (1 + min(factors, formed))
+
+
+def _without(reserved: float, left: float) -> float:
+    """Returns the seconds left without those that are reserved, within the shares for that."""
+    return left - min(max(reserved, _LEAST * left), _MOST * left)

@@ -99,7 +99,9 @@ def shapes(
     lengths = lengths or [(n,) * size for n in _lengths_to_try(model, most)]
     if known is None and len(clues.sequences) >= size:
         guessed_lengths = sorted(map(len, clues.sequences[:size]), reverse=True)
-        lengths = list(dict.fromkeys([tuple(guessed_lengths), *lengths]))
+        # Guesses that are longer or shorter than the update tells are wrong.
+        if not certain or guessed_lengths[0] == lengths[0][0]:
+            lengths = list(dict.fromkeys([tuple(guessed_lengths), *lengths]))
     labels = _labels(seen, model, rng, max(1, most // len(lengths)))
     candidates = [Shape(batch_lengths, classes) for batch_lengths in lengths for classes in labels]
     # The order of equally long sequences makes no other shape.
