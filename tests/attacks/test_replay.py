@@ -103,6 +103,15 @@ def test_classes_that_nobody_granted_are_found(small, texts):
     assert not replay.replay(model, other_word(sequences), seen).verified
 
 
+def test_texts_of_one_class_are_found_with_a_replay_for_each_class(small, texts, monkeypatch):
+    model = small("bert", CLASSIFICATION)
+    sequences = [tuple(ids) for ids in model.encode(texts[:4])]
+    monkeypatch.setitem(globals(), "LABELS", [model.num_labels - 1] * 4)
+    monkeypatch.setattr(replay, "REPLAYS", model.num_labels)
+    seen = sent_by_client(model, sequences, "sgd", steps=1)
+    assert replay.replay(model, sequences, seen).verified
+
+
 def test_what_cannot_be_made_again_is_not_proved(small, texts):
     model = small("llama", CAUSAL_LM)
     sequences = [tuple(ids) for ids in model.encode(texts[:2])]

@@ -15,6 +15,7 @@ from fedleak.attacks.auto.attack import Auto
 from fedleak.attacks.auto.budget import Pace, Reserve
 from fedleak.attacks.auto.chance import placebo
 from fedleak.attacks.certificate import Member
+from fedleak.attacks.clock import Clock
 from fedleak.attacks.matching.batch_structure import NO_CLUES, Clues
 from fedleak.attacks.matching.lamp import Lamp
 from fedleak.attacks.reconstruction import Reconstruction, Status
@@ -389,6 +390,31 @@ def test_an_attack_leaves_time_to_choose_from_what_others_read(small, observe, a
         ask(Auto(seconds=100.0), noisy_of(truth, 1e-2, granted=False), model)
         given += [attack.seconds for attack, _, _ in notes if attack.kind == "dager"]
     assert given == pytest.approx([0.75 * 70, 0.75 * 100], rel=0.1)
+
+
+def test_a_part_of_the_time_is_left_for_the_choice_however_short_that_is(small, observe):
+    model = small("bert", layers=3, width=48)
+    truth = observe(model, TEXTS[:2])
+    reserve = replace(Reserve.of(Pace(truth.seen, model), truth.seen, ()), fixed=0.0, token=0.0)
+    assert reserve.answer == reserve.mending == 0
+    for given in (reserve.before_choice(Clock(100.0)), reserve.before(Clock(100.0))):
+        assert given == pytest.approx(92, abs=0.1)
+
+
+def test_no_time_is_left_to_mend_words_of_clients_with_dropout(small, observe):
+    model = small("bert", layers=3, width=48)
+    truth = observe(model, TEXTS[:2])
+    dropped = replace(truth.seen, knowledge=replace(truth.seen.knowledge, dropout=True))
+    pace = Pace(truth.seen, model)
+    assert Reserve.of(pace, truth.seen, ()).mending > 0
+    assert Reserve.of(pace, dropped, ()).mending == 0
+
+
+def test_guesses_shorter_than_texts_are_do_not_shorten_what_is_reserved(small, observe):
+    model = small("bert", layers=3, width=48)
+    truth = observe(model, TEXTS[:2])
+    pace = Pace(truth.seen, model)
+    assert Reserve.of(pace, truth.seen, [(5,), (6,)]) == Reserve.of(pace, truth.seen, ())
 
 
 def test_out_of_time_for_a_comparison_nothing_is_likely_and_it_says_so(

@@ -6,7 +6,15 @@ from itertools import product
 import pytest
 import torch
 
-from fedleak.attacks.matching.batch_structure import Frame, Shape, bag, frame, rows_of, shapes
+from fedleak.attacks.matching.batch_structure import (
+    Clues,
+    Frame,
+    Shape,
+    bag,
+    frame,
+    rows_of,
+    shapes,
+)
 from fedleak.defenses.gaussian_noise import GaussianNoise
 from fedleak.models import CAUSAL_LM, CLASSIFICATION
 from fedleak.training.wire import partial_update
@@ -207,6 +215,22 @@ def test_where_nothing_tells_lengths_are_only_tried(small, observe, family, task
     assert 1 < len(tried) == len(set(tried)) <= 4
     assert min(tried) > sum(map(len, frame(model)))
     assert max(tried) <= model.max_length
+
+
+def test_lengths_of_guesses_are_tried_first_unless_the_update_contradicts_them(small, observe):
+    model = small("bert", width=64, layers=3)
+    truth = observe(model, TEXTS[:2], granted=("labels",))
+    longest, shortest = lengths(truth)
+
+    def first_tried(seen, *guessed):
+        clues = Clues(sequences=tuple((5,) * length for length in guessed))
+        return shapes(seen, model, stream(0, "shapes"), 16, clues).each[0].lengths
+
+    assert first_tried(truth.seen, shortest + 1, longest) == (longest, shortest + 1)
+    assert first_tried(truth.seen, longest - 1, shortest + 1) == (longest, shortest)
+    assert first_tried(truth.seen, longest + 1, shortest) == (longest, shortest)
+    silent = without(truth.seen, ["position_embeddings", *INNER])
+    assert first_tried(silent, longest - 1, shortest + 1) == (longest - 1, shortest + 1)
 
 
 def test_noise_hides_lengths(small, observe):
