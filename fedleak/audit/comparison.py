@@ -1,31 +1,59 @@
 """Did a change make it worse? Two runs, text by text.
 
+What is compared is how much was read of a text, and how well it is told that it was there.
+
 Only what is the same is paired: the same text of the same batch of the same client and round. The
 difference of a pair does not depend on how hard the text is, so it shows less than two means do.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from pydantic import JsonValue
 
+from fedleak.attacks import CALIBRATED
 from fedleak.audit.estimates import estimate, largest_client
-from fedleak.audit.pairing import CORRECTION, FIGURES, Text, best, corrected, difference
+from fedleak.audit.kept_texts import candidates_file, read_candidates, read_held_out
+from fedleak.audit.pairing import (
+    AREA,
+    CALIBRATED_AREA,
+    CORRECTION,
+    FIGURES,
+    Text,
+    best,
+    corrected,
+    difference,
+)
+from fedleak.audit.privacy.membership import shares_of_members
 from fedleak.audit.vault import read_truth
 from fedleak.config.components import listed_as
 from fedleak.config.experiment import Experiment
 from fedleak.federation.lookup import stored
 from fedleak.federation.schedule import malicious_server
 from fedleak.store.lines import Record
-from fedleak.store.records import LEAKAGE, LEDGER, LeakageRow, text_counts
-from fedleak.store.run import Run
+from fedleak.store.records import (
+    LEAKAGE,
+    LEDGER,
+    MEMBERSHIP,
+    LeakageRow,
+    MembershipRow,
+    text_counts,
+)
+from fedleak.store.run import Key, Run
 from fedleak.store.summaries import Difference, Estimate
 from fedleak.util.errors import CaptureError, FedleakError
 
 
 class Means(Record):
-    """A figure of two runs that have no text in common, over all texts of each."""
+    """A figure of two runs that have no text in common, over all texts of each.
 
+    Attributes:
+        attack: Whose; None: of the best on each text.
+        figure: Its name.
+        before, after: In the earlier and in the later run; None: it has none.
+    """
+
+    attack: str | None = None
     figure: str
     before: Estimate | None
     after: Estimate | None
@@ -110,6 +138,13 @@ def _compare(before: Run, after: Run) -> Comparison:
             if lost:
                 why = f"{attack or 'all attacks'}: one run has no answer ({figure})"
                 unpaired[why] += lost
+    scores_of_lists = [_shares_of_members(run, {text.key for text in texts}) for run in runs]
+    for attack, figure in sorted(scores_of_lists[0].keys() & scores_of_lists[1].keys()):
+        old, new = (by_figure[attack, figure] for by_figure in scores_of_lists)
+        if not _have_one_list(runs, attack):
+            unpaired[f"{attack}: the runs ask about other texts"] += len(old)
+        elif both := sorted(old.keys() & new.keys()):
+            differences.append(difference(attack, figure, both, old, new, largest))
     return Comparison(
         before=str(before.path),
         after=str(after.path),
@@ -122,6 +157,41 @@ def _compare(before: Run, after: Run) -> Comparison:
         correction=CORRECTION,
         tests=len(differences),
     )
+
+
+def _shares_of_members(
+    run: Run, keys: Collection[Key] | None = None
+) -> dict[tuple[str, str], dict[Text, float]]:
+    """Returns how well each text that was in is told, by attack and figure.
+
+    Args:
+        run: The run directory.
+        keys: Of the updates that count; None: all of them.
+    """
+    by_attack: dict[str, list[MembershipRow]] = defaultdict(list)
+    for row in run.rows(MEMBERSHIP):
+        if keys is None or row.key in keys:
+            by_attack[row.attack].append(row)
+    shares = {}
+    for attack, rows in by_attack.items():
+        named = {AREA: next(iter(rows[0].scores)), CALIBRATED_AREA: CALIBRATED}
+        for figure, score in named.items():
+            scored = [row for row in rows if score in row.scores]
+            won = shares_of_members(scored, score)
+            if won:
+                shares[attack, figure] = {Text(*at): share for at, share in won.items()}
+    return shares
+
+
+def _have_one_list(runs: Sequence[Run], attack: str) -> bool:
+    """Whether an attack was asked about the same texts of the same updates in all of these runs."""
+    made_of = []
+    for run in runs:
+        experiment, file = stored(run), run.path / candidates_file(attack)
+        listed = read_candidates(run, attack) if file.exists() else None
+        clients = experiment.federation.clients
+        made_of.append((experiment.seed, clients, read_held_out(run), listed))
+    return all(parts == made_of[0] for parts in made_of)
 
 
 def _changed(before: Experiment, after: Experiment) -> dict[str, tuple[JsonValue, JsonValue]]:
@@ -145,7 +215,7 @@ def _changed(before: Experiment, after: Experiment) -> dict[str, tuple[JsonValue
 def _means(
     runs: Sequence[Run], rows: Sequence[Sequence[LeakageRow]], attacks: Sequence[str]
 ) -> Iterator[Means]:
-    """Yields what the best of these attacks read of the texts of each run."""
+    """Yields what these attacks read of each run's texts, and how well who was in is told."""
     largest = [largest_client(run, stored(run)).texts for run in runs]
     for figure, most in FIGURES.items():
         ends = []
@@ -156,6 +226,18 @@ def _means(
             ends.append(estimate(of_run, clients, most=most, largest=texts) if scores else None)
         if any(ends):
             yield Means(figure=figure, before=ends[0], after=ends[1])
+    shares = [_shares_of_members(run) for run in runs]
+    for attack, figure in sorted(shares[0].keys() & shares[1].keys()):
+        before, after = (
+            estimate(
+                [*of_run[attack, figure].values()],
+                [text.key.client for text in of_run[attack, figure]],
+                most=1.0,
+                largest=texts,
+            )
+            for of_run, texts in zip(shares, largest, strict=True)
+        )
+        yield Means(attack=attack, figure=figure, before=before, after=after)
 
 
 def _most_granted(names: Sequence[str], rows: Sequence[Sequence[LeakageRow]]) -> list[str]:

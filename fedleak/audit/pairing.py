@@ -18,6 +18,14 @@ from fedleak.util.lists import grouped
 FIGURES = {"exact": 1.0, "rougeL": 100.0, "token_recall": 1.0, "personal_data": 1.0}
 """What is compared of each text, and the most that it can be."""
 
+AREA, CALIBRATED_AREA = "auc", "auc_calibrated"
+"""Who was in: for a text that was in an update, the share of its client's others that score lower.
+
+By the score that an attack names first, and by the one that takes other updates as a null.
+"""
+
+_MOST = FIGURES | {AREA: 1.0, CALIBRATED_AREA: 1.0}
+
 CORRECTION = "Benjamini-Hochberg"
 """How the p of differences that are shown together are corrected."""
 
@@ -49,7 +57,7 @@ def difference(
     largest: Largest,
 ) -> Difference:
     """Returns the mean difference of `new` to `old` over texts that both have, at least one."""
-    clients, most = [text.key.client for text in texts], FIGURES[figure]
+    clients, most = [text.key.client for text in texts], _MOST[figure]
     differences = [new[text] - old[text] for text in texts]
     by_client = grouped(texts, lambda text: text.key.client).values()
     ends = intervals.clustered_mean(

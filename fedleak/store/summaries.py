@@ -196,7 +196,8 @@ class Difference(Record):
     Attributes:
         attack: The attack; None: the best of all attacks that both have, text by text; of a ladder
             each attack once, with the most facts.
-        figure: exact, rougeL or token_recall.
+        figure: exact, rougeL, token_recall or personal_data; auc or auc_calibrated, of a text that
+            was in: the share of the others of its client that score lower.
         texts, clients: Pairs, and their clients.
         before, after: Both means, over these pairs.
         mean: Of the differences.
@@ -443,9 +444,21 @@ class MembershipSummary(Record):
         ]
         return min(clear, key=lambda ranked: ranked[:2])[-1] if clear else None
 
-    def main(self, attack: str) -> MembershipFigures | None:
-        """Returns the figures of the score that an attack names first; None: it has none."""
-        return next((figures for figures in self.figures if figures.attack == attack), None)
+    def figures_of(self, attack: str, score: str | None = None) -> MembershipFigures | None:
+        """Returns the figures of an attack's score; None: there are none.
+
+        Args:
+            attack: Its name.
+            score: Its name; None: the one that the attack names first.
+        """
+        return next(
+            (
+                figures
+                for figures in self.figures
+                if figures.attack == attack and score in (None, figures.score)
+            ),
+            None,
+        )
 
 
 class DetectorSummary(Record):

@@ -261,6 +261,33 @@ def _area(texts: Mapping[tuple[int, int], _Text], largest: int) -> Estimate | No
     return estimate(shares, clusters, most=1.0, largest=largest)
 
 
+def shares_of_members(rows: Sequence[MembershipRow], score: str) -> dict[tuple[Key, int], float]:
+    """Returns for each text that was in the share of its client's others that score lower.
+
+    Their mean over the texts is the area under the ROC curve. A text goes by the first update that
+    was asked about it, and its place in the list there.
+
+    Args:
+        rows: Of one attack.
+        score: Its name.
+    """
+    first: dict[tuple[int, int], tuple[Key, int]] = {}
+    for row in sorted(rows, key=lambda row: row.key):
+        for place, number in enumerate(row.texts):
+            first.setdefault((row.client, number), (row.key, place))
+    by_client: dict[int, dict[tuple[Key, int], _Text]] = defaultdict(dict)
+    for (client, number), text in _texts(rows, score).items():
+        by_client[client][first[client, number]] = text
+    shares: dict[tuple[Key, int], float] = {}
+    for texts in by_client.values():
+        members = {at: text.score for at, text in texts.items() if text.inside}
+        controls = [text.score for text in texts.values() if not text.inside]
+        if controls:
+            won = shares_won([*members.values()], controls)
+            shares |= zip(members, won, strict=True)
+    return shares
+
+
 def _by_round(rows: Sequence[MembershipRow], score: str) -> tuple[RoundFigure, ...]:
     """Returns the area in each round, over texts of the same update."""
     won: dict[int, list[float]] = defaultdict(list)

@@ -1,11 +1,19 @@
 """A comparison of two runs."""
 
 from fedleak.audit.comparison import Comparison
+from fedleak.audit.pairing import AREA, CALIBRATED_AREA
 from fedleak.report.table import Table, figures, plain, words
 from fedleak.report.words import ANY_ATTACK, INTERVALS, MALICIOUS, in_words, interval
 from fedleak.store.summaries import Difference
 
-SCALE = {"exact": 100.0, "rougeL": 1.0, "token_recall": 100.0, "personal_data": 100.0}
+SCALE = {
+    "exact": 100.0,
+    "rougeL": 1.0,
+    "token_recall": 100.0,
+    "personal_data": 100.0,
+    AREA: 1.0,
+    CALIBRATED_AREA: 1.0,
+}
 """What is shown for a figure of 1, by its name."""
 
 HEADINGS = {
@@ -13,6 +21,8 @@ HEADINGS = {
     "rougeL": "ROUGE-L",
     "token_recall": "tokens, %",
     "personal_data": "personal data, %",
+    AREA: "who was in, AUC",
+    CALIBRATED_AREA: "AUC, calibrated",
 }
 """Headings, by figure."""
 
@@ -23,14 +33,14 @@ def comparison_table(comparison: Comparison) -> Table:
         return _means_table(comparison)
     rows = []
     for change in comparison.differences:
-        scale = SCALE[change.figure]
+        scale, decimals = SCALE[change.figure], _places(change.figure)
         rows.append(
             plain(
                 change.attack or ANY_ATTACK,
                 HEADINGS[change.figure],
                 str(change.texts),
-                f"{change.before * scale:.1f}",
-                f"{change.after * scale:.1f}",
+                f"{change.before * scale:.{decimals}f}",
+                f"{change.after * scale:.{decimals}f}",
                 difference(change),
                 f"{change.p_adjusted:.2g}",
                 change.direction,
@@ -58,7 +68,10 @@ def comparison_table(comparison: Comparison) -> Table:
 def _means_table(comparison: Comparison) -> Table:
     """Returns the figures of two runs with other texts side by side; nothing is tested."""
     rows = [
-        plain(HEADINGS[row.figure], *(interval(end, SCALE[row.figure]) for end in ends))
+        plain(
+            HEADINGS[row.figure] + (f" ({row.attack})" if row.attack else ""),
+            *(interval(end, SCALE[row.figure], places=_places(row.figure, 0)) for end in ends),
+        )
         for row in comparison.means
         for ends in [(row.before, row.after)]
     ]
@@ -94,5 +107,13 @@ def _servers(comparison: Comparison) -> list[str]:
 
 def difference(change: Difference) -> str:
     """Returns `mean [low,high]`."""
-    scale = SCALE[change.figure]
-    return f"{change.mean * scale:+.1f} [{change.low * scale:+.1f},{change.high * scale:+.1f}]"
+    scale, decimals = SCALE[change.figure], _places(change.figure)
+    mean, low, high = (
+        f"{end * scale:+.{decimals}f}" for end in (change.mean, change.low, change.high)
+    )
+    return f"{mean} [{low},{high}]"
+
+
+def _places(figure: str, usually: int = 1) -> int:
+    """Returns the decimals that are shown."""
+    return 2 if figure in (AREA, CALIBRATED_AREA) else usually

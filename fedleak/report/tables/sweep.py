@@ -1,7 +1,9 @@
 """The table of a sweep: a line per cell and attack."""
 
 from collections import defaultdict
+from collections.abc import Collection
 
+from fedleak.attacks import CALIBRATED
 from fedleak.report.table import Cell, Table, Tone, figures, plain, words
 from fedleak.report.words import (
     INTERVALS,
@@ -15,7 +17,12 @@ from fedleak.report.words import (
     unbroken,
     warnings,
 )
-from fedleak.store.summaries import AttackSummary, CellSummary, Estimate, SweepSummary
+from fedleak.store.summaries import (
+    AttackSummary,
+    CellSummary,
+    Estimate,
+    SweepSummary,
+)
 from fedleak.training.privacy import NONE
 from fedleak.util.sanitise import printable
 
@@ -48,7 +55,7 @@ def attacks_table(collected: SweepSummary) -> Table:
     guaranteed = any(
         privacy.epsilon != NONE or privacy.noise_multiplier is not None for privacy in known
     )
-    with_membership = any(cell.membership is not None for cell in collected.cells)
+    areas = _areas(collected)
     about_cells = [
         *words(*map(short_key, collected.axes)),
         *figures(*([UTILITIES[measure]] if measure else [])),
@@ -57,7 +64,7 @@ def attacks_table(collected: SweepSummary) -> Table:
     about_attacks = [
         *words("attack"),
         *figures("texts exact, %", "ROUGE-L", "no update", "tokens found, %"),
-        *figures(*["who was in, AUC"] * with_membership),
+        *figures(*areas),
         *figures("seconds"),
     ]
     rows = []
@@ -70,7 +77,7 @@ def attacks_table(collected: SweepSummary) -> Table:
             settings.append(few_digits(privacy.epsilon if privacy else None))
             settings.append(few_digits(privacy.noise_multiplier if privacy else None))
         lines = [
-            _attack_cells(cell, name, summary, with_membership)
+            _attack_cells(cell, name, summary, areas.values())
             for name, summary in cell.attacks.items()
         ]
         nothing = [Cell(cell.status, Tone.GAP), *plain(*[""] * (len(about_attacks) - 1))]
@@ -97,11 +104,20 @@ def _servers(collected: SweepSummary) -> list[str]:
     ]
 
 
+def _areas(collected: SweepSummary) -> dict[str, str | None]:
+    """Returns the scores whose areas are shown, by heading; None: what an attack names first."""
+    members = [cell.membership for cell in collected.cells if cell.membership is not None]
+    areas: dict[str, str | None] = {"who was in, AUC": None} if members else {}
+    if any(figures.score == CALIBRATED for summary in members for figures in summary.figures):
+        areas["AUC, calibrated"] = CALIBRATED
+    return areas
+
+
 def _attack_cells(
-    cell: CellSummary, name: str, summary: AttackSummary, with_membership: bool
+    cell: CellSummary, name: str, summary: AttackSummary, scores: Collection[str | None]
 ) -> list[Cell]:
     missing = f" {summary.answers} of {summary.rows}" if summary.answers < summary.rows else ""
-    of_membership = None if cell.membership is None else cell.membership.main(name)
+    who_was_in = [cell.membership and cell.membership.figures_of(name, score) for score in scores]
     return [
         Cell(starred(name, summary.warning) + missing, Tone.GAP if missing else Tone.PLAIN),
         *plain(
@@ -109,7 +125,7 @@ def _attack_cells(
             unbroken(summary.rougeL),
             _mean(summary.guess_rougeL),
             _mean(summary.token_recall, 100),
-            *[interval(of_membership.auc if of_membership else None, places=2)] * with_membership,
+            *(interval(figures.auc if figures else None, places=2) for figures in who_was_in),
             number(summary.seconds, 1),
         ),
     ]
