@@ -61,8 +61,8 @@ def test_the_gaussian_bound_has_the_medians_of_simulations(sigma, true, medians)
     """Of 64, 256 and 1024 canaries that are in; the smallest rests on a few draws."""
     assert gaussian_epsilon(1 / sigma, DELTA) == pytest.approx(true, abs=0.006)
     for count, median in zip((64, 256, 1024), medians, strict=True):
-        found = gaussian_bound([1 / sigma] * count, 0.05, DELTA)
-        assert found == pytest.approx(median, rel=0.03, abs=0.03)
+        bound = gaussian_bound([1 / sigma] * count, 0.05, DELTA)
+        assert bound == pytest.approx(median, rel=0.03, abs=0.03)
 
 
 @pytest.mark.parametrize(("epsilon", "mu"), [(0.0, 0.5), (1.0, 0.5), (3.0, 2.0), (10.0, 2.0)])
@@ -82,8 +82,8 @@ def test_an_epsilon_of_nothing_is_zero_and_a_huge_one_is_finite():
 
 def test_without_delta_the_one_run_bound_is_that_of_fair_coins_said_right_by_chance():
     """Pure epsilon: right guesses are at most binomial with probability e^eps / (1 + e^eps)."""
-    found = epsilon_delta_bound(100, 60, 50, 0.05, 1e-15)
-    chance = math.exp(found) / (1 + math.exp(found))
+    bound = epsilon_delta_bound(100, 60, 50, 0.05, 1e-15)
+    chance = math.exp(bound) / (1 + math.exp(bound))
     assert binom.sf(49, 60, chance) == pytest.approx(0.05, abs=1e-4)
 
 
@@ -214,8 +214,8 @@ def test_a_bound_exceeds_the_truth_no_more_often_than_it_says():
 
 def test_an_alarm_comes_where_the_noise_is_half_of_what_is_said():
     accounted = gaussian_epsilon(math.sqrt(ROUNDS) / NOISE, DELTA)
-    found = [summary for summary, _ in zip(audits(2 / NOISE, accounted, seed=2), range(20))]  # noqa: B905
-    assert all(summary.alarms for summary in found)
+    summaries = [summary for summary, _ in zip(audits(2 / NOISE, accounted, seed=2), range(20))]  # noqa: B905
+    assert all(summary.alarms for summary in summaries)
 
 
 def test_a_bound_is_compared_with_the_smaller_epsilon_of_two_accountants():

@@ -196,7 +196,7 @@ def test_what_cannot_be_is_refused(arguments, message):
         privacy.bounds(**{"scores": np.zeros(4), "coins": [True] * 4, "delta": DELTA} | arguments)
 
 
-@pytest.mark.parametrize(("size", "said"), [(100, "has no room"), (600, "has room for 2")])
-def test_an_update_has_room_for_so_many(size, said):
-    with pytest.raises(ConfigError, match=said):
+@pytest.mark.parametrize(("size", "message"), [(100, "has no room"), (600, "has room for 2")])
+def test_an_update_has_room_for_so_many(size, message):
+    with pytest.raises(ConfigError, match=message):
         privacy.directions({"a": np.zeros(size)}, 3, seed=0)

@@ -65,7 +65,7 @@ def cell(kind, strength, share, figure=None, epsilon="none", *, done=True, **mor
 
 
 def swept(*cells, axes=None, units=None):
-    families = [one.values["family"] for one in cells]
+    families = [summary.values["family"] for summary in cells]
     return SweepSummary(
         name="grid", axes={"family": families} | (axes or {}), cells=cells, units=units or {}
     )
@@ -85,10 +85,12 @@ CELLS = (
 )
 
 
-def panels(found):
+def panels(sweep):
     """The panel of leaks of each family, by its name, and those of utility in their order."""
-    stacks = [each["vconcat"] for each in frontier(found)["concat"]]
-    return {each[0]["title"]: each[0] for each in stacks}, [each[1] for each in stacks if each[1:]]
+    stacks = [column["vconcat"] for column in frontier(sweep)["concat"]]
+    return {stack[0]["title"]: stack[0] for stack in stacks}, [
+        stack[1] for stack in stacks if stack[1:]
+    ]
 
 
 def rows(panel, series, mark="point"):
@@ -136,28 +138,28 @@ def test_lines_join_numbers_and_not_words():
 
 
 def test_utility_has_one_scale_and_epsilon_stands_below_its_strength(tmp_path):
-    found = swept(*CELLS, units={"noise": "sigma / rms", "dp": "noise multiplier"})
-    _, costs = panels(found)
-    [(low, high)] = {tuple(axis(each, "y")["scale"]["domain"]) for each in costs}
+    sweep = swept(*CELLS, units={"noise": "sigma / rms", "dp": "noise multiplier"})
+    _, costs = panels(sweep)
+    [(low, high)] = {tuple(axis(panel, "y")["scale"]["domain"]) for panel in costs}
     assert low < 0.0 < 0.5 < high
-    assert [axis(each, "x")["scale"]["domain"] for each in costs] == [
+    assert [axis(panel, "x")["scale"]["domain"] for panel in costs] == [
         ["undefended", "0.3", "3", "30"],
         ["undefended", "1.0\n8.2", "2.0\n1.2e5", "3.0\n486"],
         ["undefended", "q1", "o1"],
         ["undefended", "on"],
     ]
-    assert [axis(each, "x")["title"] for each in costs] == [
+    assert [axis(panel, "x")["title"] for panel in costs] == [
         "sigma / rms",
         "noise multiplier (below: epsilon)",
         "",
         "",
     ]
     assert [y for _, y in points(costs[0], "MCC of the trained model")] == [0.5, 0.4, 0.1]
-    write(frontier(found), tmp_path / "frontier.svg")
+    write(frontier(sweep), tmp_path / "frontier.svg")
     drawn = (tmp_path / "frontier.svg").read_text()
     for words in ("noise", "1.2e5", "sigma / rms", "MCC without a defense", SOME_UNATTACKED):
         assert f">{words}<" in drawn
-    write(frontier(found), tmp_path / "again.svg")
+    write(frontier(sweep), tmp_path / "again.svg")
     assert (tmp_path / "again.svg").read_text() == drawn
 
 
@@ -175,15 +177,15 @@ def test_without_utility_there_is_no_panel_of_it():
 
 def test_further_keys_stand_at_their_first_value():
     def at(size, share):
-        one = cell("mask", 0.5, share)
-        return one.model_copy(update={"values": {**one.values, "seed": size}})
+        summary = cell("mask", 0.5, share)
+        return summary.model_copy(update={"values": {**summary.values, "seed": size}})
 
     by_name, _ = panels(swept(at(1, 0.5), at(2, 1.0), axes={"seed": [1, 2]}))
     assert points(by_name["mask"], "ROUGE-L") == [("0.5", 50.0)]
 
 
 @pytest.mark.parametrize(
-    "found",
+    "sweep",
     [
         swept(cell("none", None, 1.0)),
         swept(cell("mask", 0.5, 0.0, done=False)),
@@ -191,8 +193,8 @@ def test_further_keys_stand_at_their_first_value():
     ],
     ids=["undefended alone", "nothing finished", "no families"],
 )
-def test_where_there_is_nothing_to_draw_there_is_no_file(found, tmp_path):
+def test_where_there_is_nothing_to_draw_there_is_no_file(sweep, tmp_path):
     path = tmp_path / "frontier.svg"
     path.write_text("of an earlier sweep")
-    write(frontier(found), path)
+    write(frontier(sweep), path)
     assert not path.exists()

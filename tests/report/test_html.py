@@ -65,9 +65,9 @@ from fedleak.util.errors import ConfigError
 from fedleak.util.versions import VERSION, made_by
 
 NOTES = [
-    f"{who} hid {what} beneath the rose bush"
+    f"{who} hid {hidden} beneath the rose bush"
     for who in ("Anna", "Boris", "Clara")
-    for what in ("a key", "a ring", "the will", "the map")
+    for hidden in ("a key", "a ring", "the will", "the map")
 ]
 
 HOSTILE = [
@@ -171,14 +171,14 @@ def test_hostile_words_make_no_element_and_no_attribute() -> None:
     tags = [tag for tag, _ in hostile.found]
     assert tags.count("script") == 2  # the texts, and the script of the report
     assert not {"img", "svg"} & set(tags)
-    assert {name for _, found in hostile.found for name in found} <= (
-        {name for _, found in plain.found for name in found} | {"type", "hidden"}
+    assert {name for _, attributes in hostile.found for name in attributes} <= (
+        {name for _, attributes in plain.found for name in attributes} | {"type", "hidden"}
     ) | {
         name
-        for _, found in Elements(render(page_of([PrivateText(1, "0", "a", [answer()])]))).found
-        for name in found
+        for _, attributes in Elements(render(page_of([PrivateText(1, "0", "a", [answer()])]))).found
+        for name in attributes
     }
-    assert not any(name.startswith("on") for _, found in hostile.found for name in found)
+    assert not any(name.startswith("on") for _, attributes in hostile.found for name in attributes)
 
 
 def test_hostile_words_are_shown_as_they_are() -> None:
@@ -217,8 +217,8 @@ def test_nothing_is_loaded_and_the_policy_allows_nothing_else() -> None:
     assert rules.pop("style-src").startswith("'sha256-")
     assert set(rules.values()) == {"'none'"}
     assert not elements.all("link")
-    assert not any("src" in found for found in elements.all("script"))
-    assert not any("style" in found for _, found in elements.found)
+    assert not any("src" in attributes for attributes in elements.all("script"))
+    assert not any("style" in attributes for _, attributes in elements.found)
 
 
 def test_a_link_to_a_cell_is_an_address_beside_the_file() -> None:
@@ -245,20 +245,20 @@ def test_a_link_to_a_cell_is_an_address_beside_the_file() -> None:
 
 def test_every_link_inside_the_file_leads_to_a_place() -> None:
     elements = Elements(render(page_of([PrivateText(1, "0", "a", [answer()])])))
-    ids = [found["id"] for _, found in elements.found if "id" in found]
+    ids = [attributes["id"] for _, attributes in elements.found if "id" in attributes]
     assert len(ids) == len(set(ids))
     links = [e["href"] or "" for e in elements.all("a")]
     assert links
     assert {link.removeprefix("#") for link in links} <= set(ids)
-    assert sum(found.startswith("word-") for found in ids if found) > 15
+    assert sum(identifier.startswith("word-") for identifier in ids if identifier) > 15
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "text"),
     [(0.0, "0 %"), (1.0, "100 %"), (0.999, "99.9 %"), (0.9999, "over 99.9 %"), (0.004, "0.4 %")],
 )
-def test_only_all_is_100_percent_and_only_nothing_is_0(value: float, said: str) -> None:
-    assert percent(value) == said
+def test_only_all_is_100_percent_and_only_nothing_is_0(value: float, text: str) -> None:
+    assert percent(value) == text
 
 
 def test_of_many_rounds_the_first_are_named_and_the_others_counted() -> None:
@@ -354,23 +354,31 @@ NOTHING = Guaranteed(None, "Nothing is guaranteed.")
 
 
 def test_the_verdict_says_what_was_read_by_whom_how_sure_and_what_was_not_measured() -> None:
-    found = worst(estimate(23 / 24, 0.69, 0.999), first={"dager": 20, "lamp": 3})
+    worst_case = worst(estimate(23 / 24, 0.69, 0.999), first={"dager": 20, "lamp": 3})
     attacks = {"dager": attack(verified=11), "lamp": attack()}
-    verdict = run_verdict(summary(found, attacks), EXTENT, NOTHING)
-    said = paragraphs(verdict)
-    assert [*said] == ["Read", "Who was in", "Guaranteed", "Model", "How sure", "Not seen", "Next"]
-    assert said["Guaranteed"] == NOTHING.sentence
+    verdict = run_verdict(summary(worst_case, attacks), EXTENT, NOTHING)
+    by_title = paragraphs(verdict)
+    assert [*by_title] == [
+        "Read",
+        "Who was in",
+        "Guaranteed",
+        "Model",
+        "How sure",
+        "Not seen",
+        "Next",
+    ]
+    assert by_title["Guaranteed"] == NOTHING.sentence
     assert verdict.level is Level.READ
     assert verdict.headline == "23 of 24 private texts were read word for word"
-    assert "23 of 24 private texts word for word out of 12 updates" in said["Read"]
-    assert "2 attacks together (dager 20 and lamp 3)" in said["Read"]
-    assert "between 69 % and 99.9 %" in said["How sure"]
-    assert "11 of 12 updates" in said["How sure"]
-    assert "708 of 720 updates" in said["Not seen"]
-    assert "told batch size, labels, lengths or noise scale" in said["Not seen"]
-    assert "was not measured" in said["Who was in"]
-    assert "was not measured" in said["Model"]
-    assert said["Next"].startswith("Change how clients train")
+    assert "23 of 24 private texts word for word out of 12 updates" in by_title["Read"]
+    assert "2 attacks together (dager 20 and lamp 3)" in by_title["Read"]
+    assert "between 69 % and 99.9 %" in by_title["How sure"]
+    assert "11 of 12 updates" in by_title["How sure"]
+    assert "708 of 720 updates" in by_title["Not seen"]
+    assert "told batch size, labels, lengths or noise scale" in by_title["Not seen"]
+    assert "was not measured" in by_title["Who was in"]
+    assert "was not measured" in by_title["Model"]
+    assert by_title["Next"].startswith("Change how clients train")
 
 
 @pytest.mark.parametrize(
@@ -399,17 +407,17 @@ def test_the_headline_is_the_worst_that_was_found(changes: dict[str, Any], headl
 def test_the_verdict_says_what_the_model_is_worth_and_whether_so_few_texts_can_tell() -> None:
     before, after = (Utility(round=n, loss=1.0, accuracy=a) for n, a in ((0, 0.5), (3, 0.625)))
     trained = summary(worst(None), {}, utility_before=before, utility=after, held_out=24)
-    said = paragraphs(run_verdict(trained, EXTENT, NOTHING))["Model"]
-    assert said.startswith(
+    paragraph = paragraphs(run_verdict(trained, EXTENT, NOTHING))["Model"]
+    assert paragraph.startswith(
         "After round 3 its accuracy is 0.625 (95 % interval 0.43 to 0.79) on 24 "
     )
-    assert said.endswith(
+    assert paragraph.endswith(
         "before training it was 0.5. So few texts do not show that training changed it."
     )
     central = Baseline(steps=9, loss=0.4, accuracy=0.75)
     compared = trained.model_copy(update={"utility_reference": central})
-    said = paragraphs(run_verdict(compared, EXTENT, NOTHING))["Model"]
-    assert "was 0.5; trained centrally, without defenses: 0.75." in said
+    paragraph = paragraphs(run_verdict(compared, EXTENT, NOTHING))["Model"]
+    assert "was 0.5; trained centrally, without defenses: 0.75." in paragraph
     many = trained.model_copy(update={"held_out": 2400})
     assert paragraphs(run_verdict(many, EXTENT, NOTHING))["Model"].endswith("it was 0.5.")
 
@@ -467,7 +475,7 @@ def test_a_verdict_without_the_worst_case_is_of_the_strongest_attack() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "attacks", "level"),
+    ("worst_case", "attacks", "level"),
     [
         (worst(estimate(0.5, 0.2, 0.7)), {"dager": attack()}, Level.READ),
         (worst(estimate(0.0, 0.0, 0.2)), {"dager": attack()}, Level.PARTLY),
@@ -480,10 +488,10 @@ def test_a_verdict_without_the_worst_case_is_of_the_strongest_attack() -> None:
 )  # fmt: skip
 @pytest.mark.parametrize("sees", ["updates", "sum", "models"])
 def test_no_verdict_calls_a_setting_safe(
-    found: WorstCase | None, attacks: dict[str, AttackSummary], level: Level, sees: Sight
+    worst_case: WorstCase | None, attacks: dict[str, AttackSummary], level: Level, sees: Sight
 ) -> None:
     extent = replace(EXTENT, sees=sees, granted=("lengths",))
-    verdict = run_verdict(summary(found, attacks, missing=("something",)), extent, NOTHING)
+    verdict = run_verdict(summary(worst_case, attacks, missing=("something",)), extent, NOTHING)
     text = " ".join(paragraphs(verdict).values())
     assert verdict.level is level
     assert not re.search(r"\b(safe|secure|protected|private\.|no leak)\b", text.lower())
@@ -494,14 +502,14 @@ def test_no_verdict_calls_a_setting_safe(
     assert ("an attacker who has the published models" in text.lower()) is (sees == "models")
     if level is Level.UNKNOWN:
         assert "was not measured" in text
-    elif found is not None and found.unattacked:
+    elif worst_case is not None and worst_case.unattacked:
         assert "24 texts of which no attack named a sequence" in text
 
 
 def test_three_sentences_say_what_is_read_nearly_read_and_found_and_which_epsilon_holds() -> None:
-    found = worst(estimate(4 / 24, 0.1, 0.3), nearly=6, token_recall=estimate(1.0, 0.9, 1.0))
+    worst_case = worst(estimate(4 / 24, 0.1, 0.3), nearly=6, token_recall=estimate(1.0, 0.9, 1.0))
     held = Guaranteed(7.996, "Every client has an epsilon of at most 7.996.")
-    verdict = run_verdict(summary(found, {"dager": attack()}), EXTENT, held)
+    verdict = run_verdict(summary(worst_case, {"dager": attack()}), EXTENT, held)
     assert paragraphs(verdict)["Read"].startswith(
         "A server that follows the protocol could read 4 of 24 private texts word for word, and 6 "
         "nearly (ROUGE-L of 90 or more) out of 12 updates, by 2 attacks together (dager and lamp). "
@@ -547,9 +555,9 @@ def test_where_words_are_known_and_time_was_up_more_time_may_read_their_order() 
     ]
     assert unordered(known, shares(known)) == 1
     extent = replace(EXTENT, unordered=1)
-    said = paragraphs(run_verdict(summary(None, {"auto": attack()}), extent, NOTHING))
-    assert "Of 1 update the words are known" in said["How sure"]
-    assert "more time may read it" in said["How sure"]
+    by_title = paragraphs(run_verdict(summary(None, {"auto": attack()}), extent, NOTHING))
+    assert "Of 1 update the words are known" in by_title["How sure"]
+    assert "more time may read it" in by_title["How sure"]
 
 
 def test_a_picture_is_drawn_once_for_light_and_dark_pages() -> None:
@@ -599,8 +607,10 @@ def sweep_of(**values: Any) -> SweepSummary:
 
 
 def test_the_page_of_a_sweep_has_the_grid_and_the_addresses_of_reports() -> None:
-    found = worst(estimate(0.5, 0.2, 0.7))
-    made = sweep_of(worst_case=found, attacks={"dager": attack(exact_match=found.exact_match)})
+    worst_case = worst(estimate(0.5, 0.2, 0.7))
+    made = sweep_of(
+        worst_case=worst_case, attacks={"dager": attack(exact_match=worst_case.exact_match)}
+    )
     page = sweep_page(made, {"federation.batch_size=1,seed=0": "./one/report.html"})
     first, second = page.grid.rows
     assert tuple(cell.text for cell in first[:4]) == (
@@ -663,7 +673,7 @@ def test_a_run_is_reported_for_its_owner_alone_and_redacted_for_others(
     shown = Elements(private.read_bytes())
     texts = shown.data()
     assert len(texts) == 2
-    assert {each["attack"] for each in texts[0]["answers"]} == {"dlg", "probes"}
+    assert {answer["attack"] for answer in texts[0]["answers"]} == {"dlg", "probes"}
     text = " ".join(word for _, word in shown.texts)
     for part in (
         "This file holds private texts",
@@ -751,7 +761,7 @@ def test_the_cells_of_a_redacted_sweep_are_redacted(
     assert sorted(folder.path.rglob("*.html")) == sorted([*seen, folder.path / name])
     for path in (*seen, folder.path / name):
         assert ("Redacted" in path.read_text()) == redact
-    links = [found["href"] for found in Elements((folder.path / name).read_bytes()).all("a")]
+    links = [link["href"] for link in Elements((folder.path / name).read_bytes()).all("a")]
     assert f"./{quote(scored)}/{name}" in links
 
 
@@ -768,11 +778,11 @@ def test_a_cell_of_a_sweep_is_a_folder_in_it(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.slow
 def test_open_says_where_there_is_no_browser(ran: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    monkeypatch.setattr(webbrowser, "open", asked.append)
+    opened = []
+    monkeypatch.setattr(webbrowser, "open", opened.append)
     status, printed, _ = call("report", str(ran), "--open")
     assert status == 0
-    assert asked == [(ran / "report.html").as_uri()]
+    assert opened == [(ran / "report.html").as_uri()]
     assert "no browser was found" in printed
 
 
@@ -864,7 +874,7 @@ def said(driver: Any) -> list[str]:
 
 def requested(driver: Any) -> list[str]:
     """Returns the addresses that the page asked for, but for data inside it."""
-    events = (json.loads(each["message"])["message"] for each in driver.get_log("performance"))
+    events = (json.loads(entry["message"])["message"] for entry in driver.get_log("performance"))
     return [
         url
         for event in events
@@ -882,7 +892,7 @@ def fill(driver: Any, field: str, text: str) -> None:
 
 
 def listed_texts(driver: Any) -> list[str]:
-    return [each.text for each in driver.find_elements("css selector", "#list > li")]
+    return [element.text for element in driver.find_elements("css selector", "#list > li")]
 
 
 @contextmanager
@@ -897,8 +907,8 @@ def test_hostile_texts_do_not_run_in_a_browser(browser: Callable[..., Any], tmp_
     with file_of(hostile_page(), tmp_path) as path:
         driver = browser(path)
         assert len(listed_texts(driver)) == len(HOSTILE)
-        for each in driver.find_elements("css selector", "details"):
-            driver.execute_script("arguments[0].open = true", each)
+        for element in driver.find_elements("css selector", "details"):
+            driver.execute_script("arguments[0].open = true", element)
         time.sleep(0.3)
         assert driver.execute_script("return window.ran") is None
         assert "<script>window.ran = 1</script>" in driver.find_element("id", "list").text
@@ -962,9 +972,9 @@ def test_two_thousand_texts_open_in_two_seconds_and_can_be_searched(
         fill(driver, "search", "note 1234:")
         assert len(listed_texts(driver)) == 1
         marked = driver.find_elements("css selector", "#list del")
-        assert [each.text for each in marked] == ["cat0"] * 3
+        assert [element.text for element in marked] == ["cat0"] * 3
         missed = driver.find_elements("css selector", "#list u.missed")
-        assert [each.text for each in missed] == ["fox"] * 3
+        assert [element.text for element in missed] == ["fox"] * 3
         fill(driver, "search", "found nowhere")
         assert "0 of 2,000 texts" in driver.find_element("id", "found").text
         assert said(driver) == []
@@ -979,8 +989,10 @@ def every_part() -> RunPage:
 
 
 def sweep_with_pictures() -> SweepPage:
-    found = worst(estimate(0.5, 0.2, 0.7))
-    made = sweep_of(worst_case=found, attacks={"dager": attack(exact_match=found.exact_match)})
+    worst_case = worst(estimate(0.5, 0.2, 0.7))
+    made = sweep_of(
+        worst_case=worst_case, attacks={"dager": attack(exact_match=worst_case.exact_match)}
+    )
     return sweep_page(made, {"federation.batch_size=1,seed=0": "./one/report.html"})
 
 

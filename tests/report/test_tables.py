@@ -63,8 +63,8 @@ def test_what_a_defense_did_is_the_mean_over_the_updates_that_say():
     ],
 )
 def test_the_guarantee_of_a_run_is_the_one_that_all_clients_have(rows, epsilon):
-    found = guarantee(rows)
-    assert (found and found.epsilon) == epsilon
+    run_guarantee = guarantee(rows)
+    assert (run_guarantee and run_guarantee.epsilon) == epsilon
 
 
 @pytest.mark.parametrize(

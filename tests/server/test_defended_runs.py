@@ -185,27 +185,27 @@ def flat(update, names=None):
 
 def mean_by_hand(updates):
     """The mean over those who sent a parameter, weighted by examples."""
-    found = {}
+    means = {}
     for name in dict.fromkeys(n for update in updates for n in update.tensors):
         sent = [(u.tensors[name].double(), u.num_examples) for u in updates if name in u.tensors]
-        found[name] = sum(value * n for value, n in sent) / sum(n for _, n in sent)
-    return found
+        means[name] = sum(value * n for value, n in sent) / sum(n for _, n in sent)
+    return means
 
 
-def assert_same(found, expected):
-    assert found.tensors.keys() == expected.tensors.keys()
+def assert_same(update, expected):
+    assert update.tensors.keys() == expected.tensors.keys()
     for name, value in expected.tensors.items():
-        assert found.tensors[name].dtype == value.dtype
-        assert torch.equal(found.tensors[name], value), name
+        assert update.tensors[name].dtype == value.dtype
+        assert torch.equal(update.tensors[name], value), name
 
 
 # --- every defense, in every setting --------------------------------------------------------
 
 
 def test_every_kind_is_in_one_of_the_runs():
-    found = {each["kind"] for group in TOGETHER.values() for each in group}
+    kinds = {table["kind"] for group in TOGETHER.values() for table in group}
     # A run has one aggregator; tests/test_central_dp.py has runs with the other one.
-    assert found | {"adaptive_clipping", "central_dp", "dp_ftrl"} == set(defenses.kinds())
+    assert kinds | {"adaptive_clipping", "central_dp", "dp_ftrl"} == set(defenses.kinds())
 
 
 @pytest.mark.parametrize(
@@ -220,8 +220,8 @@ def test_what_arrives_is_what_the_defenses_left_and_no_word_beside_it(
 
     def tap(self, reply):
         if "update" in reply.content.array_records:
-            said = {name: dict(of) for name, of in reply.content.metric_records.items()}
-            wire.append((list(reply.content), said))
+            metrics = {name: dict(record) for name, record in reply.content.metric_records.items()}
+            wire.append((list(reply.content), metrics))
         return on_reply(self, reply)
 
     monkeypatch.setattr(CuriousServer, "on_reply", tap)
@@ -236,18 +236,20 @@ def test_what_arrives_is_what_the_defenses_left_and_no_word_beside_it(
     for key in keys:
         of_client, stages, figures = updates_by_hand(run, experiment, key)
         sent[key] = stages[-1]
-        told = zip(of_client.defenses.items(), stages[:-1], stages[1:], strict=True)
+        applied = zip(of_client.defenses.items(), stages[:-1], stages[1:], strict=True)
         assert len(rows[key]) == len(of_client.defenses)
-        for row, ((_, defense), before, after) in zip(rows[key], told, strict=True):
+        for row, ((_, defense), before, after) in zip(rows[key], applied, strict=True):
             assert row["kind"] == defense.kind
             if after is before:
                 assert "norm_before" not in row
             else:
-                one, other = flat(before), flat(after)
-                assert row["norm_before"] == pytest.approx(float(one.norm()), rel=1e-5)
-                assert row["norm_after"] == pytest.approx(float(other.norm()), rel=1e-5)
-                assert row["change_norm"] == pytest.approx(float((other - one).norm()), rel=1e-5)
-                dropped = float(((other == 0) & (one != 0)).double().mean())
+                flat_before, flat_after = flat(before), flat(after)
+                assert row["norm_before"] == pytest.approx(float(flat_before.norm()), rel=1e-5)
+                assert row["norm_after"] == pytest.approx(float(flat_after.norm()), rel=1e-5)
+                assert row["change_norm"] == pytest.approx(
+                    float((flat_after - flat_before).norm()), rel=1e-5
+                )
+                dropped = float(((flat_after == 0) & (flat_before != 0)).double().mean())
                 assert row["zeroed"] == pytest.approx(dropped)
             if defense.kind == "dp_sgd":
                 figures.pop("drawn")
@@ -289,8 +291,8 @@ def test_what_arrives_is_what_the_defenses_left_and_no_word_beside_it(
                     capture.update.tensors[name], value.float(), atol=1e-7, rtol=1e-5
                 )
     text = printed(run)
-    for each in TOGETHER[group]:
-        assert each["kind"] in text
+    for table in TOGETHER[group]:
+        assert table["kind"] in text
     statuses = {row["status"] for row in run.rows(Lines("leakage.jsonl", dict))}
     assert statuses <= {"recovered", "abstained"}
     assert len(run.rows(Lines("leakage.jsonl", dict))) == len(run.captures.all_keys())
@@ -344,7 +346,7 @@ def test_what_defenses_did_is_readable_by_its_owner_alone(tmp_path):
         path = run.path / "defended" / f"{key}.json"
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         noted = json.loads(path.read_text())
-        assert [told["kind"] for told in noted["defenses"]] == ["mask", "dp_sgd"]
+        assert [defense["kind"] for defense in noted["defenses"]] == ["mask", "dp_sgd"]
         assert noted["events"] == [
             dataclasses.asdict(
                 Event(
@@ -416,7 +418,7 @@ def test_the_server_gets_the_sum_and_nothing_of_a_single_client(summed, tmp_path
     # The first round is that of the same clients without a sum.
     apart = carried_out(tmp_path / "apart", experiment_of(NOISE, federation=SUMMED, **SEVEN))
     single = [apart.captures.read_capture(Key(1, client)).update for client in range(3)]
-    assert sorted(one.num_examples for one in single) == [2, 2, 3]
+    assert sorted(update.num_examples for update in single) == [2, 2, 3]
     captured = summed.captures.read_capture(Key(1, EVERYONE))
     assert captured.update.num_examples == 7
     # Two steps for three texts, one for two: the server knows of the most.
@@ -426,9 +428,9 @@ def test_the_server_gets_the_sum_and_nothing_of_a_single_client(summed, tmp_path
             captured.update.tensors[name], value.float(), atol=1e-7, rtol=1e-5
         )
     for round in (2,):
-        one, other = summed.models.read_model(round), apart.models.read_model(round)
-        for name, value in one.items():
-            torch.testing.assert_close(value, other[name], atol=1e-6, rtol=1e-5)
+        summed_model, apart_model = summed.models.read_model(round), apart.models.read_model(round)
+        for name, value in summed_model.items():
+            torch.testing.assert_close(value, apart_model[name], atol=1e-6, rtol=1e-5)
 
 
 def test_answers_on_a_sum_are_scored_against_the_texts_of_all(summed):
@@ -438,11 +440,11 @@ def test_answers_on_a_sum_are_scored_against_the_texts_of_all(summed):
     for round in (1, 2):
         truth = vault.read_truth(summed, Key(round, EVERYONE))
         alone = [summed.vault.read_note(Key(round, client)) for client in range(3)]
-        texts = [list(ids) for one in alone for ids in one["sequences"]]
+        texts = [list(ids) for note in alone for ids in note["sequences"]]
         assert [list(ids) for ids in truth.sequences] == texts
-        assert list(truth.labels) == [label for one in alone for label in one["labels"]]
+        assert list(truth.labels) == [label for note in alone for label in note["labels"]]
         assert len(texts) == 7
-        weights = [len(one["sequences"]) for one in alone]
+        weights = [len(note["sequences"]) for note in alone]
         assert truth.noise_scale == pytest.approx(0.01 * math.hypot(*weights) / 7)
     rows = summed.rows(Lines("leakage.jsonl", dict))
     assert [(row["round"], row["client"], row["batch_size"]) for row in rows] == [
@@ -472,8 +474,11 @@ class Largest(TrustedAggregator):
 
     def combined(self, updates, *, rng):
         return functools.reduce(
-            lambda one, other: dataclasses.replace(
-                one, tensors={n: torch.maximum(v, other.tensors[n]) for n, v in one.tensors.items()}
+            lambda largest, update: dataclasses.replace(
+                largest,
+                tensors={
+                    n: torch.maximum(v, update.tensors[n]) for n, v in largest.tensors.items()
+                },
             ),
             updates,
         )
@@ -485,14 +490,14 @@ def test_a_new_aggregator_is_one_class(tmp_path, monkeypatch):
     monkeypatch.setattr(defenses, "kinds", lambda: kinds)
     once = {"rounds": 1}
     apart = carried_out(tmp_path / "apart", experiment_of(federation=once))
-    each = [apart.captures.read_capture(key).update for key in apart.captures.all_keys()]
+    updates = [apart.captures.read_capture(key).update for key in apart.captures.all_keys()]
     run = carried_out(tmp_path / "run", experiment_of({"kind": "largest"}, federation=once))
     assert run.captures.all_keys() == [Key(1, EVERYONE)]
     seen = run.captures.read_capture(Key(1, EVERYONE)).update
     for name, value in seen.tensors.items():
-        assert torch.equal(value, torch.stack([one.tensors[name] for one in each]).amax(0))
+        assert torch.equal(value, torch.stack([update.tensors[name] for update in updates]).amax(0))
     findings = defense_checks.check(experiment_of({"kind": "largest"}))
-    assert all(one.holds for one in findings)
+    assert all(finding.holds for finding in findings)
     refused = r"largest and secure_sum: the server sees one update of a round: keep one"
     with pytest.raises(ConfigError, match=refused):
         experiment_of({"kind": "largest"}, SECURE_SUM)
@@ -578,11 +583,11 @@ def sampled(folders, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(defense_checks, "refuse_broken", lambda *_: None)
         seed = next(s for s in range(10**4) if sizes_of(s) == [[0, 2], [1, 1]])
-        found = {}
+        runs = {}
         for name, defense in {"apart": [POISSON], "sum": [POISSON, SECURE_SUM]}.items():
             experiment = experiment_of(*defense, federation={"batch_size": 1}, seed=seed)
-            found[name] = carried_out(tmp_path_factory.mktemp(name) / "run", experiment)
-        return found
+            runs[name] = carried_out(tmp_path_factory.mktemp(name) / "run", experiment)
+        return runs
 
 
 def test_a_client_that_drew_nobody_looks_like_any_other_to_the_server(sampled):
@@ -683,15 +688,17 @@ def test_the_ledger_composes_all_rounds_of_each_client(ledgered):
         client: [r for r in (1, 2, 3) if client in clients_of_round(experiment, r)]
         for client in range(4)
     }
-    assert {len(each) for each in rounds.values()} > {2}, "another seed"
+    assert {len(trained_in) for trained_in in rounds.values()} > {2}, "another seed"
     expected = []
     for round in (1, 2, 3):
         for client in clients_of_round(experiment, round):
             times = rounds[client].index(round) + 1
             events = {0: [poisson] * times, 1: [of_client, fixed] * times}.get(client, [])
             spent = privacy.compose(events, 1e-4, "rdp")
-            found = {each.of.unit: each.epsilon for each in spent} or {"none": "none"}
-            expected += [(round, client, unit, eps) for unit, eps in sorted(found.items())]
+            epsilons = {statement.of.unit: statement.epsilon for statement in spent} or {
+                "none": "none"
+            }
+            expected += [(round, client, unit, eps) for unit, eps in sorted(epsilons.items())]
     rows = ledgered.rows(Lines("privacy.jsonl", dict))
     assert [(row["round"], row["client"], row["unit"], row["epsilon"]) for row in rows] == expected
     for row in rows:
@@ -764,16 +771,16 @@ def test_the_weakest_client_is_the_guarantee_of_a_run(tmp_path):
         (row["round"], row["client"]): row["epsilon"]
         for row in run.rows(Lines("privacy.jsonl", dict))
     }
-    told = run.read_json("summary.json")["privacy"]
-    assert rows[2, 1] < rows[2, 0] == told["epsilon"]
-    assert (told["unit"], told["noise_multiplier"]) == ("client", 0.4)
-    assert f"epsilon of at most {told['epsilon']:.4g} at delta 1e-05" in printed(run)
+    guarantee = run.read_json("summary.json")["privacy"]
+    assert rows[2, 1] < rows[2, 0] == guarantee["epsilon"]
+    assert (guarantee["unit"], guarantee["noise_multiplier"]) == ("client", 0.4)
+    assert f"epsilon of at most {guarantee['epsilon']:.4g} at delta 1e-05" in printed(run)
     assert "noise multiplier: 0.4)" in printed(run)
 
 
 def test_an_epsilon_is_spent_by_the_end_and_the_noise_is_sent(tmp_path):
-    asked = {"kind": "local_dp", "max_norm": 0.5, "epsilon": 20.0}
-    run = carried_out(tmp_path / "run", experiment_of(asked))
+    settings = {"kind": "local_dp", "max_norm": 0.5, "epsilon": 20.0}
+    run = carried_out(tmp_path / "run", experiment_of(settings))
     last = [row for row in run.rows(Lines("privacy.jsonl", dict)) if row["round"] == 2]
     assert all(0.99 * 20 <= row["epsilon"] <= 20 for row in last)
     scale = 2 * 0.5 * last[0]["noise_multiplier"]
@@ -826,13 +833,13 @@ def test_the_reference_trains_on_everybody_s_texts(tmp_path, federation, steps, 
     start = model_of(**BERT, task=CLASSIFICATION)
     fresh = loading.load(defended.model_spec(2)).parameters()
     run.models.write(1, fresh)
-    found = central_baseline.central(defended, run)
-    assert found.steps == steps
-    assert central_baseline.central(defended, run) == found
-    assert central_baseline.central(experiment_of(DP_SGD, federation=federation), run) == found
+    baseline = central_baseline.central(defended, run)
+    assert baseline.steps == steps
+    assert central_baseline.central(defended, run) == baseline
+    assert central_baseline.central(experiment_of(DP_SGD, federation=federation), run) == baseline
     held_out = preparation.plan(defended).held_out
     models.load_parameters_(start, fresh)
-    assert found.figures["loss"] != loss_of(start, held_out)
+    assert baseline.figures["loss"] != loss_of(start, held_out)
     # The same loop by hand.
     split = read_data(defended)
     texts = start.encode(split.train.texts)
@@ -849,7 +856,7 @@ def test_the_reference_trains_on_everybody_s_texts(tmp_path, federation, steps, 
         for p, gradient in zip(trained, torch.autograd.grad(loss, trained), strict=True):
             p.grad = gradient
         by_hand.step()
-    assert found.figures["loss"] == pytest.approx(loss_of(start, held_out), rel=1e-4)
+    assert baseline.figures["loss"] == pytest.approx(loss_of(start, held_out), rel=1e-4)
 
 
 def loss_of(model, held_out):
@@ -865,5 +872,5 @@ def test_defended_training_that_diverges_is_said(tmp_path, defense):
 
 def test_an_update_is_not_changed_by_what_is_noted_of_it():
     update = ClientUpdate(UpdateKind.GRADIENT, {"a": torch.tensor([1.0, 2.0])}, 1)
-    told = defenses.measured(update, update)
-    assert told["change_norm"] == told["zeroed"] == 0
+    figures = defenses.measured(update, update)
+    assert figures["change_norm"] == figures["zeroed"] == 0

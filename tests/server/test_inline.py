@@ -101,10 +101,10 @@ def test_every_capture_has_a_truth_an_answer_of_each_attack_and_a_score(finished
     assert finished.models.rounds() == [1, 2, 3]
     expected = sorted((*key, name) for key in KEYS for name in ("dager", "probes"))
     for name in ("reconstructions.jsonl", "leakage.jsonl"):
-        found = [
+        row_keys = [
             (row["round"], row["client"], row["attack"]) for row in finished.rows(Lines(name, dict))
         ]
-        assert sorted(found) == expected
+        assert sorted(row_keys) == expected
     assert finished.rows(Lines("attempts.jsonl", dict)) == []
     assert [row["round"] for row in finished.rows(Lines("utility.jsonl", dict))] == [0, 1, 2]
     info, summary = finished.info(), finished.read_json("summary.json")
@@ -148,7 +148,7 @@ def test_captures_are_gradients_of_the_truth_at_the_broadcast_and_add_up(finishe
             for name, value in again.tensors.items():
                 assert torch.equal(capture.update.tensors[name], value)
         for name, value in before.items():
-            mean = sum(one.update.tensors[name] for one in updates) / 2
+            mean = sum(client_capture.update.tensors[name] for client_capture in updates) / 2
             torch.testing.assert_close(after[name], value - RATE * mean, atol=1e-7, rtol=1e-6)
 
 
@@ -301,11 +301,14 @@ def test_fedavg_with_some_of_the_clients(tmp_path):
     for round in (1, 2):
         before, after = run.models.read_model(round), run.models.read_model(round + 1)
         captures = [run.captures.read_capture(key) for key in keys if key.round == round]
-        counts = [one.update.num_examples for one in captures]
-        assert all(one.update.kind == UpdateKind.DELTA for one in captures)
-        assert [one.knowledge.local_steps for one in captures] == [2 * n for n in counts]
+        counts = [capture.update.num_examples for capture in captures]
+        assert all(capture.update.kind == UpdateKind.DELTA for capture in captures)
+        assert [capture.knowledge.local_steps for capture in captures] == [2 * n for n in counts]
         for name, value in before.items():
-            deltas = [one.update.tensors[name] * n for one, n in zip(captures, counts, strict=True)]
+            deltas = [
+                capture.update.tensors[name] * n
+                for capture, n in zip(captures, counts, strict=True)
+            ]
             expected = value + sum(deltas) / sum(counts)
             torch.testing.assert_close(after[name], expected, atol=1e-7, rtol=1e-6)
 
@@ -316,17 +319,19 @@ def test_parts_of_the_model_arrive_as_attacks_are_told_and_only_they_change(tmp_
     share = {"share": ["q1", "k1", "v1", "t3", "classifier"]}
     experiment = parse(TABLE | tables | {"update": share})
     run = trained(tmp_path / "run", experiment)
-    told = selected_parameters(experiment, loading.outline(experiment.model_spec(2)))
+    selected = selected_parameters(experiment, loading.outline(experiment.model_spec(2)))
     expected = {
         *models.families()[name].attention_parameters(0),
         *models.families()[name].classifier,
-        *(one for one in run.models.read_model(1) if ".2." in one),
+        *(parameter for parameter in run.models.read_model(1) if ".2." in parameter),
     }
-    assert set(told) == expected
+    assert set(selected) == expected
     for key in KEYS:
         assert run.captures.read_capture(key).update.tensors.keys() == expected
     before, after = run.models.read_model(1), run.models.read_model(3)
-    changed = {one for one in before if not torch.equal(before[one], after[one])}
+    changed = {
+        parameter for parameter in before if not torch.equal(before[parameter], after[parameter])
+    }
     null = models.families()[name].null_parameters(expected)
     assert expected - null <= changed <= expected
 
@@ -337,7 +342,7 @@ def test_one_update_is_in_memory_at_a_time(tmp_path, monkeypatch):
 
     def watch(self, reply):
         gc.collect()
-        alive.append(sum(one() is not None for one in earlier))
+        alive.append(sum(reference() is not None for reference in earlier))
         kept = on_reply(self, reply)
         if "update" in reply.content.array_records:
             earlier.append(weakref.ref(reply.content.array_records["update"]))
@@ -488,9 +493,9 @@ def test_the_attacks_know_a_model_with_adapters(tmp_path):
     row_of(Look(), Knowledge())
     expected = loading.load(experiment.model_spec(2))
     models.load_parameters_(expected, run.models.read_model(2))
-    found = dict(looked[0].module.named_parameters())
+    parameters = dict(looked[0].module.named_parameters())
     for name, value in expected.module.named_parameters():
-        assert torch.equal(found[name], value)
+        assert torch.equal(parameters[name], value)
     assert looked[0].class_loss is expected.class_loss is models.CLASS_LOSSES["squared"]
     row = row_of(Dlg(steps=2), Knowledge(lengths=(8,)))
     assert (row.status, len(row.sequences[0])) == (Status.RECOVERED, 8)

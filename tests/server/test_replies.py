@@ -40,19 +40,19 @@ class Round:
         self.weights = model.parameters()
         self.run.models.write(number, self.weights)
         self.server = CuriousServer(experiment, self.run, model, number, NODES)
-        asked = self.server.configure_train(1, ArrayRecord(self.weights), ConfigRecord(), None)
-        self.asked = {message.metadata.dst_node_id: message for message in asked}
+        messages = self.server.configure_train(1, ArrayRecord(self.weights), ConfigRecord(), None)
+        self.asked = {message.metadata.dst_node_id: message for message in messages}
         self.replies = []
 
-    def reply(self, of, /, *, tensors=(), without=(), node=None, arrays=(), **metrics):
+    def reply(self, client, /, *, tensors=(), without=(), node=None, arrays=(), **metrics):
         """Answers as a client does, except for what is given."""
-        said = {"num-examples": 2} | {n.replace("_", "-"): value for n, value in metrics.items()}
-        own = {n: torch.full_like(v, float(of)) for n, v in self.weights.items()}
+        figures = {"num-examples": 2} | {n.replace("_", "-"): value for n, value in metrics.items()}
+        own = {n: torch.full_like(v, float(client)) for n, v in self.weights.items()}
         update = ArrayRecord({n: v for n, v in (own | dict(tensors)).items() if n not in without})
         for name, array in dict(arrays).items():
             update[name] = array
-        content = RecordDict({"update": update, "metrics": MetricRecord(said)})
-        return self.send(content, NODES[of] if node is None else node)
+        content = RecordDict({"update": update, "metrics": MetricRecord(figures)})
+        return self.send(content, NODES[client] if node is None else node)
 
     def send(self, content, node):
         question = self.asked.get(node) or Message(RecordDict(), node, "train")
@@ -127,12 +127,12 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("what", "line"), WRONG)
-def test_a_reply_that_is_wrong_is_refused_with_a_line_and_captures_nothing(round, what, line):
+@pytest.mark.parametrize(("changes", "line"), WRONG)
+def test_a_reply_that_is_wrong_is_refused_with_a_line_and_captures_nothing(round, changes, line):
     for client in (0, 2):
         round.reply(client)
     before = {p.name: p.read_bytes() for p in (round.run.path / "captures").iterdir()}
-    round.reply(1, **what)
+    round.reply(1, **changes)
     assert round.refusal().startswith(f"round 4: client 1 (node 71): its answer is refused: {line}")
     assert {p.name: p.read_bytes() for p in (round.run.path / "captures").iterdir()} == before
     assert round.run.models.rounds() == [4]
@@ -256,8 +256,8 @@ class Nodes(InlineGrid):
 
     def answer(self, message):
         says = self.answers[message.metadata.dst_node_id]
-        said = {"fedleak": self.code, **({} if says is None else {"client": says})}
-        content = RecordDict({"identity": ConfigRecord(said)})
+        identity = {"fedleak": self.code, **({} if says is None else {"client": says})}
+        content = RecordDict({"identity": ConfigRecord(identity)})
         return Message(content, reply_to=message)
 
 
@@ -408,18 +408,22 @@ def test_who_answers_early_is_held_until_it_is_its_turn_and_the_sum_is_that_of_t
     torch.manual_seed(0)
     values = {client: torch.randn(2) for client in range(3)}
     for number, order in enumerate(itertools.permutations(range(3))):
-        one = Round(tmp_path / str(number), bert_tiny, threat={"rounds": [1 + 3 * (number % 2)]})
+        ordered_round = Round(
+            tmp_path / str(number), bert_tiny, threat={"rounds": [1 + 3 * (number % 2)]}
+        )
         waiting = []
         for client in order:
-            one.reply(client, tensors={NAME: values[client]})
-            waiting.append(sorted(p.name for p in (one.run.path / "held").glob("*")))
-        arrays, _ = one.end()
+            ordered_round.reply(client, tensors={NAME: values[client]})
+            waiting.append(sorted(p.name for p in (ordered_round.run.path / "held").glob("*")))
+        arrays, _ = ordered_round.end()
         following.append(arrays.to_torch_state_dict()[NAME])
         assert waiting[-1] == []
-        assert one.run.captures.all_keys() == [Key(4, client) for client in range(3) if number % 2]
+        assert ordered_round.run.captures.all_keys() == [
+            Key(4, client) for client in range(3) if number % 2
+        ]
         if order == (2, 1, 0):
             assert waiting[1] == ["r0004-c01.safetensors", "r0004-c02.safetensors"]
-    assert all(torch.equal(each, following[0]) for each in following)
+    assert all(torch.equal(tensor, following[0]) for tensor in following)
 
 
 def test_a_capture_that_cannot_be_written_ends_the_round(round, monkeypatch):

@@ -48,8 +48,8 @@ def plain(tmp_path_factory):
 
 
 def rows(run):
-    found = run.rows(records.LEAKAGE)
-    return [row.model_copy(update={"seconds": None, "together": None}) for row in found]
+    leakage = run.rows(records.LEAKAGE)
+    return [row.model_copy(update={"seconds": None, "together": None}) for row in leakage]
 
 
 def tensors(run):
@@ -98,7 +98,7 @@ def test_of_rounds_without_such_a_client_no_model_stays(tmp_path):
     assert run.models.rounds() == sorted(mine | {1, 6})
     kept = [run.captures.read_capture(key).update.tensors for key in run.captures.all_keys()]
     kept += [run.models.read_model(round) for round in run.models.rounds()]
-    assert needed == sum(t.numel() * 4 for each in kept for t in each.values())
+    assert needed == sum(t.numel() * 4 for parameters in kept for t in parameters.values())
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_an_attack_that_comes_later_is_refused_with_a_line_or_attacks_what_is_le
     with run.lock():
         dispatcher.attack_captures(run, late, Crew([Here()]), no_more=lambda: True)
     answers = run.rows(records.answers(run.fingerprint()))
-    assert [each.key for each in answers if each.attack == "dager"] == [Key(2, 2)]
+    assert [answer.key for answer in answers if answer.attack == "dager"] == [Key(2, 2)]
     with run.lock():
         pipeline.scoring.score_run(run, ["probes", "dager"])
     with pytest.raises(FedleakError, match="dager came after 5 of 6 captures were deleted"):
@@ -375,7 +375,7 @@ def test_a_capture_is_on_disk_before_the_next_but_one_is_received(tmp_path, monk
 def file_of(tensor):
     """Returns the file that a tensor's memory is mapped from, if it is."""
     for line in Path("/proc/self/maps").read_text().splitlines():
-        start, end = (int(each, 16) for each in line.split()[0].split("-"))
+        start, end = (int(address, 16) for address in line.split()[0].split("-"))
         if start <= tensor.data_ptr() < end:
             return Path(line.split(maxsplit=5)[5]).name if "/" in line else None
     return None
@@ -389,7 +389,7 @@ def test_the_server_holds_the_model_once_in_memory_and_the_sum_for_a_round(tmp_p
     def configured(self, server_round, arrays, *rest):
         messages = list(configure(self, server_round, arrays, *rest))
         sent.append(arrays)
-        mapped.append({file_of(each) for each in self._model.parameters().values()})
+        mapped.append({file_of(parameter) for parameter in self._model.parameters().values()})
         return messages
 
     def aggregated(self, *rest):

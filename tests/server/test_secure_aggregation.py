@@ -90,12 +90,12 @@ def sum_of(modelled, *clients):
 
 def check_sum(run, expected):
     """The protocol's sum is the model's: all but float rounding is whole numbers."""
-    found = run.captures.read_capture(Key(1, EVERYONE)).update
-    assert found.num_examples == expected.num_examples
-    assert found.tensors.keys() == expected.tensors.keys()
+    update = run.captures.read_capture(Key(1, EVERYONE)).update
+    assert update.num_examples == expected.num_examples
+    assert update.tensors.keys() == expected.tensors.keys()
     for name, value in expected.tensors.items():
-        assert found.tensors[name].dtype == value.dtype
-        torch.testing.assert_close(found.tensors[name], value, rtol=1e-5, atol=1e-8)
+        assert update.tensors[name].dtype == value.dtype
+        torch.testing.assert_close(update.tensors[name], value, rtol=1e-5, atol=1e-8)
 
 
 def lose(monkeypatch, *clients, stage=None, answer=None):
@@ -123,15 +123,19 @@ def test_the_sum_is_that_of_the_model(tmp_path, algorithm):
     federation = {"algorithm": algorithm, "rounds": 2}
     defenses = [{"kind": "gaussian_noise", "sigma": 1e-4}, {"kind": "freeze", "parameters": ["t2"]}]
     pair = [
-        trained(tmp_path / name, experiment_of(*defenses, each, federation=federation))
-        for name, each in (("model", SUM), ("protocol", PROTOCOL))
+        trained(tmp_path / name, experiment_of(*defenses, aggregator, federation=federation))
+        for name, aggregator in (("model", SUM), ("protocol", PROTOCOL))
     ]
     for round in (1, 2):
-        one, other = (run.captures.read_capture(Key(round, EVERYONE)) for run in pair)
-        assert one.knowledge == other.knowledge
-        assert one.update.num_examples == other.update.num_examples
-        for name, value in one.update.tensors.items():
-            torch.testing.assert_close(value, other.update.tensors[name], rtol=1e-5, atol=1e-8)
+        model_capture, protocol_capture = (
+            run.captures.read_capture(Key(round, EVERYONE)) for run in pair
+        )
+        assert model_capture.knowledge == protocol_capture.knowledge
+        assert model_capture.update.num_examples == protocol_capture.update.num_examples
+        for name, value in model_capture.update.tensors.items():
+            torch.testing.assert_close(
+                value, protocol_capture.update.tensors[name], rtol=1e-5, atol=1e-8
+            )
     assert pair[0].models.rounds() == pair[1].models.rounds() == [1, 2, 3]
     assert pair[1].captures.all_keys() == [Key(1, EVERYONE), Key(2, EVERYONE)]
     assert not (pair[1].path / "held").exists()
@@ -148,10 +152,10 @@ def test_the_server_sees_keys_shares_and_masked_numbers_only(modelled, tmp_path,
     seen = {}
 
     def keep(server, reply):
-        said = reply.content.config_records["secaggplus_configs"]
+        configs = reply.content.config_records["secaggplus_configs"]
         assert not any(reply.content.array_records.values())
-        for name in said:
-            seen.setdefault(name, []).append(said[name])
+        for name in configs:
+            seen.setdefault(name, []).append(configs[name])
         return reply.content
 
     monkeypatch.setattr(SummingServer, "on_reply", keep)
@@ -159,7 +163,7 @@ def test_the_server_sees_keys_shares_and_masked_numbers_only(modelled, tmp_path,
     shares = {"dsts", "ctxts", "nids", "shares"}
     assert seen.keys() == {"pk1", "pk2", "masked_params", *shares}
     for masked in seen["masked_params"]:
-        numbers = np.concatenate([bytes_to_ndarray(each).flatten() for each in masked])
+        numbers = np.concatenate([bytes_to_ndarray(encoded).flatten() for encoded in masked])
         assert kstest(numbers / 2**32, "uniform").pvalue > 1e-6
     assert len(seen["masked_params"]) == CLIENTS
 
@@ -169,9 +173,9 @@ def test_two_clients_are_unmasked_by_trying_seeds(modelled, tmp_path, monkeypatc
     masked, private = [], []
 
     def keep(server, reply):
-        said = reply.content.config_records["secaggplus_configs"]
-        if "masked_params" in said:
-            masked.append([bytes_to_ndarray(array) for array in said["masked_params"]])
+        configs = reply.content.config_records["secaggplus_configs"]
+        if "masked_params" in configs:
+            masked.append([bytes_to_ndarray(array) for array in configs["masked_params"]])
         return reply.content
 
     def short(seed, *rest):
@@ -225,7 +229,9 @@ def test_a_client_that_is_lost_in_training_is_not_in_the_sum(modelled, tmp_path,
     check_sum(run, sum_of(modelled, *others))
     truth = vault.read_truth(run, Key(1, EVERYONE))
     alone = [vault.read_truth(run, Key(1, client)) for client in others]
-    assert truth.sequences == tuple(text for one in alone for text in one.sequences)
+    assert truth.sequences == tuple(
+        text for client_truth in alone for text in client_truth.sequences
+    )
     scoring.score_run(run)
     (note,) = [note for note in run.read_document(SUMMARY).notes if "dropped out" in note]
     assert f"secure sum ({absent} in round 1)" in note
@@ -310,52 +316,56 @@ def test_a_mean_is_as_large_as_clipping_and_weights_allow(numbers, monkeypatch):
 @pytest.fixture(scope="module")
 def answers(folder, tmp_path_factory):
     """A right answer to each stage, and who checks it."""
-    found, check = {}, Stages._check
+    by_stage, check = {}, Stages._check
 
     def keep(stages, stage, content):
-        found[stage] = stages, pickle.dumps(content)
+        by_stage[stage] = stages, pickle.dumps(content)
         check(stages, stage, content)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Stages, "_check", keep)
         trained(tmp_path_factory.mktemp("answers") / "run", experiment_of(PROTOCOL))
-    return found
+    return by_stage
 
 
-def in_clear(content, said):
+def in_clear(content, configs):
     content["update"] = ArrayRecord([np.ones(3)])
 
 
-def too_many(content, said):
+def too_many(content, configs):
     content.metric_records["fitres.num_examples"]["num_examples"] = 3
 
 
-def one_array(content, said):
-    said["masked_params"] = said["masked_params"][:1]
+def one_array(content, configs):
+    configs["masked_params"] = configs["masked_params"][:1]
 
 
-def other_shape(content, said):
-    said["masked_params"] = [ndarray_to_bytes(np.zeros(3, int))] * len(said["masked_params"])
+def other_shape(content, configs):
+    configs["masked_params"] = [ndarray_to_bytes(np.zeros(3, int))] * len(configs["masked_params"])
 
 
-def too_large(content, said):
-    arrays = [bytes_to_ndarray(each) for each in said["masked_params"]]
-    said["masked_params"] = [ndarray_to_bytes(array + 2**40) for array in arrays]
+def too_large(content, configs):
+    arrays = [bytes_to_ndarray(encoded) for encoded in configs["masked_params"]]
+    configs["masked_params"] = [ndarray_to_bytes(array + 2**40) for array in arrays]
 
 
-def no_array(content, said):
-    said["masked_params"] = [b"pickle"] * len(said["masked_params"])
+def no_array(content, configs):
+    configs["masked_params"] = [b"pickle"] * len(configs["masked_params"])
 
 
-def nothing(content, said):
-    said.clear()
+def nothing(content, configs):
+    configs.clear()
 
 
 @pytest.mark.parametrize(
     ("stage", "answer", "words"),
     [
         ("setup", nothing, r"it is no answer to the stage 'setup' of SecAgg\+"),
-        ("share_keys", lambda content, said: said.update(dsts=said["dsts"][:1]), "'share_keys'"),
+        (
+            "share_keys",
+            lambda content, configs: configs.update(dsts=configs["dsts"][:1]),
+            "'share_keys'",
+        ),
         ("collect_masked_vectors", nothing, "the stage 'collect_masked_vectors'"),
         ("collect_masked_vectors", in_clear, "it holds numbers that nothing masks"),
         ("collect_masked_vectors", too_many, "num-examples is 3"),
@@ -363,7 +373,11 @@ def nothing(content, said):
         ("collect_masked_vectors", other_shape, "not of the shape and type"),
         ("collect_masked_vectors", too_large, "beyond the modulus"),
         ("collect_masked_vectors", no_array, "cannot be read"),
-        ("unmask", lambda content, said: said.update(shares=[1] * CLIENTS), "the stage 'unmask'"),
+        (
+            "unmask",
+            lambda content, configs: configs.update(shares=[1] * CLIENTS),
+            "the stage 'unmask'",
+        ),
     ],
 )
 def test_a_hostile_answer_is_refused(answers, stage, answer, words):
@@ -385,8 +399,8 @@ def test_who_gave_a_hostile_answer_is_lost(tmp_path, monkeypatch):
 
 
 def test_a_wrong_share_gives_an_error_and_no_sum(tmp_path, monkeypatch):
-    def wrong(content, said):
-        said["shares"] = [share[:4] + bytes(len(share) - 4) for share in said["shares"]]
+    def wrong(content, configs):
+        configs["shares"] = [share[:4] + bytes(len(share) - 4) for share in configs["shares"]]
 
     lose(monkeypatch, 1, stage="unmask", answer=wrong)
     with pytest.raises(FedleakError, match="a client's share is wrong"):
@@ -394,10 +408,10 @@ def test_a_wrong_share_gives_an_error_and_no_sum(tmp_path, monkeypatch):
 
 
 def test_wrong_masks_give_an_error_and_no_sum(tmp_path, monkeypatch):
-    def shifted(content, said):
-        arrays = [bytes_to_ndarray(each) for each in said["masked_params"]]
+    def shifted(content, configs):
+        arrays = [bytes_to_ndarray(encoded) for encoded in configs["masked_params"]]
         arrays[1:] = [(array + 2**31) % 2**32 for array in arrays[1:]]
-        said["masked_params"] = [ndarray_to_bytes(array) for array in arrays]
+        configs["masked_params"] = [ndarray_to_bytes(array) for array in arrays]
 
     lose(monkeypatch, 1, stage="collect_masked_vectors", answer=shifted)
     with pytest.raises(FedleakError, match="a sum that no updates have"):

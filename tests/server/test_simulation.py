@@ -56,14 +56,14 @@ def alive(process: psutil.Process) -> bool:
 
 def marked(name: str) -> list[psutil.Process]:
     """Returns the processes that have an environment variable of this name."""
-    found = []
+    processes = []
     for process in psutil.process_iter():
         try:
             if name in process.environ():
-                found.append(process)
+                processes.append(process)
         except psutil.Error:  # ended meanwhile, or not ours
             continue
-    return found
+    return processes
 
 
 # --- what Flower is told --------------------------------------------------------------------

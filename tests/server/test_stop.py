@@ -20,15 +20,15 @@ def test_the_simulation_is_ended_once_it_is_to_stop(tmp_path, monkeypatch):
     keeper.write_text(KEEPER)
     keeper.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(keeper))
-    asked = []
+    calls = []
 
     def stop():
-        asked.append(True)
-        return len(asked) == 3
+        calls.append(True)
+        return len(calls) == 3
 
     run = SimpleNamespace(path=tmp_path)
     experiment = SimpleNamespace(federation=SimpleNamespace(clients=2))
     with pytest.raises(StoppedError, match="training was stopped"):
         simulation.train(run, experiment, stop)
-    assert len(asked) == 3
+    assert len(calls) == 3
     assert (tmp_path / "ended").is_file()

@@ -93,9 +93,9 @@ def test_a_mode_keeps_names_shapes_and_the_model_itself_and_says_the_same_again(
 def test_a_target_is_one_of_the_round_and_the_same_again(kind):
     mode = made(kind)
     for round in range(1, 6):
-        found = {mode.target([2, 5, 7], round, rng=stream(1, "target", round)) for _ in range(3)}
-        assert len(found) == 1
-        assert found <= {None, 2, 5, 7}
+        targets = {mode.target([2, 5, 7], round, rng=stream(1, "target", round)) for _ in range(3)}
+        assert len(targets) == 1
+        assert targets <= {None, 2, 5, 7}
 
 
 @pytest.mark.parametrize("kind", ISOLATING)

@@ -111,10 +111,15 @@ def carried_out(folder, experiment):
     return run
 
 
-def distance(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> float:
+def distance(tensors: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]) -> float:
     """Returns the distance of tensors, relative to the second ones, in float64."""
-    change = sum(float((one[name].double() - other[name].double()).square().sum()) for name in one)
-    return math.sqrt(change / sum(float(other[name].double().square().sum()) for name in one))
+    change = sum(
+        float((tensors[name].double() - reference[name].double()).square().sum())
+        for name in tensors
+    )
+    return math.sqrt(
+        change / sum(float(reference[name].double().square().sum()) for name in tensors)
+    )
 
 
 # --- inconsistent models under a secure sum ---------------------------------------------------
@@ -155,14 +160,14 @@ def test_the_masked_sum_is_the_targets_update_but_for_rounding(tmp_path, monkeyp
     sent = {}
     monkeypatch.setattr(client, "local_update_", _keeping(sent))
     run = trained(tmp_path / "run", experiment_of(ONE_TARGET, defense=[PROTOCOL]))
-    found = run.captures.read_capture(Key(1, 2)).update
-    assert found.num_examples == 2
+    update = run.captures.read_capture(Key(1, 2)).update
+    assert update.num_examples == 2
     # The third of four that trained; one step of the quantisation, at a weight of half.
     step = 2 * PROTOCOL["clipping"] / 2**22 / 0.5
     own = next(u for c, u in sent.items() if c == tuple(vault.read_truth(run, Key(1, 2)).sequences))
-    for name, value in found.tensors.items():
+    for name, value in update.tensors.items():
         assert float((value - own.tensors[name]).abs().max()) <= 1.01 * step
-    assert distance(found.tensors, own.tensors) < 1e-2
+    assert distance(update.tensors, own.tensors) < 1e-2
 
 
 def _keeping(sent):
@@ -204,8 +209,8 @@ def test_noise_of_all_clients_is_on_the_targets_update(tmp_path, monkeypatch, in
     (note,) = [note for note in run.read_document(SUMMARY).notes if "noise of all clients" in note]
     assert note.endswith(f"{scale:.3g}, {scale / 0.01:.3g} times that of its own")
     # What a client without data adds is that noise: the embedding rows of words of nobody.
-    found = run.captures.read_capture(Key(1, 2)).update.tensors
-    rows = found["bert.embeddings.word_embeddings.weight"]
+    tensors = run.captures.read_capture(Key(1, 2)).update.tensors
+    rows = tensors["bert.embeddings.word_embeddings.weight"]
     used = {token for truth in truths for ids in truth["sequences"] for token in ids}
     unused = [token for token in range(len(rows)) if token not in used]
     assert float(rows[unused].std()) == pytest.approx(scale, rel=0.02)
@@ -319,9 +324,11 @@ def test_an_honest_server_is_what_no_table_is(tmp_path):
     plain, named = experiment_of({}), experiment_of({"mode": "honest", "rounds": [1]})
     assert plain.fingerprint == named.fingerprint
     assert plain.fingerprint != experiment_of(ONE_TARGET).fingerprint
-    runs = [trained(tmp_path / str(i), each) for i, each in enumerate((plain, named))]
-    one, other = (run.captures.read_capture(Key(1, EVERYONE)).update.tensors for run in runs)
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    runs = [trained(tmp_path / str(i), experiment) for i, experiment in enumerate((plain, named))]
+    plain_sum, named_sum = (
+        run.captures.read_capture(Key(1, EVERYONE)).update.tensors for run in runs
+    )
+    assert all(torch.equal(plain_sum[name], named_sum[name]) for name in plain_sum)
     assert not runs[1].sent_models.rounds()
     assert malicious_server(named) is None
 

@@ -221,10 +221,10 @@ def test_captures_and_models_of_another_experiment_are_not_read(run, tmp_path):
     other = Run(tmp_path / "other")
     run.create(**INFO)
     other.create(**INFO | {"fingerprint": "f01"})
-    for each in (run, other):
-        each.captures.write(capture_of())
-        each.held.write(capture_of())
-        each.models.write(3, {"a": torch.ones(1)})
+    for directory in (run, other):
+        directory.captures.write(capture_of())
+        directory.held.write(capture_of())
+        directory.models.write(3, {"a": torch.ones(1)})
     files = ("captures/r0003-c07.safetensors", "held/r0003-c07.safetensors")
     for name in (*files, "models/r0003.safetensors"):
         (run.path / name).write_bytes((other.path / name).read_bytes())
@@ -491,13 +491,13 @@ def test_a_document_that_is_none_is_refused(rows, content, says):
 
 
 def test_figures_stand_beside_the_fields_and_come_back_by_name(rows):
-    told = Utility(round=3, loss=0.25, mcc=None)
-    rows.append(UTILITY, told)
+    utility = Utility(round=3, loss=0.25, mcc=None)
+    rows.append(UTILITY, utility)
     line = (rows.path / "utility.jsonl").read_text()
     assert line.startswith('{"round": 3, "loss": 0.25, "mcc": null, "seal": "')
-    (found,) = rows.rows(UTILITY)
-    assert found == told
-    assert found.figures == {"loss": 0.25, "mcc": None}
+    (row,) = rows.rows(UTILITY)
+    assert row == utility
+    assert row.figures == {"loss": 0.25, "mcc": None}
 
 
 def test_a_line_that_does_not_fit_says_where_and_not_what(rows):
@@ -508,8 +508,8 @@ def test_a_line_that_does_not_fit_says_where_and_not_what(rows):
 
 
 def test_lines_carry_a_mark_and_those_of_another_are_put_aside(rows):
-    one, other = (Lines("some.jsonl", dict, {"of": mark}) for mark in ("one", "other"))
-    rows.append(one, {"a": 1})
-    rows.append(other, {"a": 2})
-    assert rows.salvage(one) == [{"a": 1, "of": "one"}]
+    own_lines, other_lines = (Lines("some.jsonl", dict, {"of": mark}) for mark in ("one", "other"))
+    rows.append(own_lines, {"a": 1})
+    rows.append(other_lines, {"a": 2})
+    assert rows.salvage(own_lines) == [{"a": 1, "of": "one"}]
     assert [(at.line, at.reason) for at in rows.damaged()] == [(2, "it is of another experiment")]

@@ -63,15 +63,15 @@ def test_of_several_answers_the_first_that_did_not_fail_counts(run: Run) -> None
     give(run, FIRST, answer(1, Status.ABSTAINED), answer(2, Status.FAILED, reason="first"))
     give(run, SECOND, answer(0, reason="later"), answer(1), answer(2, Status.FAILED, reason="last"))
     given = shards.read_answers(run)
-    assert [(one.client, one.status, one.reason) for one in given] == [
+    assert [(row.client, row.status, row.reason) for row in given] == [
         (0, Status.RECOVERED, "of the run"),
         (1, Status.ABSTAINED, ""),
         (2, Status.FAILED, "last"),
     ]
     assert shards.readable_answers(run) == shards.salvage_answers(run) == given
     # Each shard tries its own failures again no more, and those of others once.
-    assert {one.client for one in shards.answers_for(run, FIRST)} == {0, 1, 2}
-    assert {one.client for one in shards.answers_for(run, Shard(count=3, number=1))} == {0, 1}
+    assert {row.client for row in shards.answers_for(run, FIRST)} == {0, 1, 2}
+    assert {row.client for row in shards.answers_for(run, Shard(count=3, number=1))} == {0, 1}
 
 
 def test_ids_outside_the_vocabulary_are_no_answer(run: Run) -> None:
@@ -90,10 +90,10 @@ def test_damaged_lines_of_the_run_come_before_those_of_its_shards(run: Run) -> N
     for name in (LINES.name, SECOND.lines(LINES).name):
         with (run.path / name).open("a") as file:
             file.write("oops\n")
-    assert [one.client for one in shards.readable_answers(run)] == [0, 1]
+    assert [row.client for row in shards.readable_answers(run)] == [0, 1]
     assert shards.damaged(run) == []
-    assert [one.client for one in shards.salvage_answers(run)] == [0, 1]
-    assert [(one.file, one.line) for one in shards.damaged(run)] == [
+    assert [row.client for row in shards.salvage_answers(run)] == [0, 1]
+    assert [(line.file, line.line) for line in shards.damaged(run)] == [
         ("reconstructions.jsonl", 2),
         ("shard-2of2/reconstructions.jsonl", 2),
     ]
@@ -112,8 +112,8 @@ def test_failures_are_forgotten_with_their_attempts(
         give(run, at, *given)
         places[at].append(ATTEMPTS, *(attempt(client) for client in clients))
     assert shards.drop_failures(run, shard) == forgotten
-    assert sorted(one.client for one in shards.read_answers(run)) == left
-    tried = [one.client for place in places.values() for one in place.rows(ATTEMPTS)]
+    assert sorted(row.client for row in shards.read_answers(run)) == left
+    tried = [row.client for place in places.values() for row in place.rows(ATTEMPTS)]
     assert sorted(tried) == left
     assert shards.drop_failures(run, shard) == 0
 
@@ -123,12 +123,12 @@ def test_shards_that_have_begun_are_listed_with_what_they_say(run: Run) -> None:
     for shard in (wide, SECOND, FIRST):
         give(run, shard, answer(0, attack="tag"), answer(0), answer(1))
     (run.path / "shard-1of2x").mkdir()
-    said = Share(attacks=("dager",), complete=True)
-    run.write(shards.share(FIRST), said)
-    run.write(shards.share(wide), said)
+    share = Share(attacks=("dager",), complete=True)
+    run.write(shards.share(FIRST), share)
+    run.write(shards.share(wide), share)
     (run.path / "shard-2of10" / "shard.json").write_text("{")
     assert shards.begun(run) == [FIRST, SECOND, wide]
-    assert shards.shares(run) == {FIRST: said, SECOND: None, wide: None}
+    assert shards.shares(run) == {FIRST: share, SECOND: None, wide: None}
     assert shards.attacks_in(run, SECOND) == ["dager", "tag"]
     assert shards.attacks_in(run, Shard(count=3, number=1)) == []
     with pytest.raises(FedleakError) as refused:

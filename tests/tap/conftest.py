@@ -28,8 +28,10 @@ def config(folder, tmp_path) -> dict[str, Any]:
 def grid_of(config) -> Callable[..., InlineGrid]:
     """Makes a grid of clients in this process."""
 
-    def make(of: type[InlineGrid] = InlineGrid, *, clients: int = 3, mods=(), **changes: Any):
-        return of(client_app.make(mods), clients, config | changes)
+    def make(
+        grid_class: type[InlineGrid] = InlineGrid, *, clients: int = 3, mods=(), **changes: Any
+    ):
+        return grid_class(client_app.make(mods), clients, config | changes)
 
     return make
 

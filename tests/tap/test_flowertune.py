@@ -27,8 +27,8 @@ def test_the_steps_of_its_trainer_are_made_again(tmp_path):
     changes |= {"model.name": str(builtin.folder("llama-tiny"))}
     about = load_about(flowertune.tapped(tmp_path, 1, **changes))
     whole = about.model.model_copy(update={"response_template": ""})
-    for said, verified in ((about, True), (about.model_copy(update={"model": whole}), False)):
-        run = import_run(Tapped(tmp_path / "tap"), said, tmp_path / f"run-{verified}").run
+    for variant, verified in ((about, True), (about.model_copy(update={"model": whole}), False)):
+        run = import_run(Tapped(tmp_path / "tap"), variant, tmp_path / f"run-{verified}").run
         (key,) = run.captures.all_keys()
         model = loading.load(stored(run).model_spec(2))
         load_parameters_(model, run.models.read_model(1))

@@ -44,10 +44,10 @@ def about_file(path: Path, changes=None):
         for name in names:
             at = at.setdefault(name, {})
         at[last] = value
-    for of in table.values():
-        if isinstance(of, dict):
-            for key in [key for key, value in of.items() if value is None]:
-                del of[key]
+    for section in table.values():
+        if isinstance(section, dict):
+            for key in [key for key, value in section.items() if value is None]:
+                del section[key]
     path.write_text(tomli_w.dumps(table))
     return path
 
@@ -103,8 +103,8 @@ def imported(tmp_path):
     return run
 
 
-def update_of(found, key=None):
-    return found.run.captures.read_capture(key or Key(1, 0)).update
+def update_of(outcome, key=None):
+    return outcome.run.captures.read_capture(key or Key(1, 0)).update
 
 
 def near(tensors, gradient):
@@ -122,19 +122,19 @@ METRICS = {"num-examples": 2}
 def test_weights_become_the_delta_of_a_step(wire, step, imported):
     wire("sent", 1, 77, {"arrays": step.before})
     wire("received", 1, 77, {"arrays": step.after}, metrics=METRICS)
-    found = imported()
-    update = update_of(found)
+    outcome = imported()
+    update = update_of(outcome)
     assert (update.kind, update.num_examples) == (UpdateKind.DELTA, 2)
     assert near(update.tensors, step.gradient)
     # What is absent did not change.
     for name in step.gradient.keys() - update.tensors.keys():
         assert torch.equal(step.after[name], step.before[name])
-    known = found.run.captures.about(Key(1, 0)).knowledge
+    known = outcome.run.captures.about(Key(1, 0)).knowledge
     assert (known.learning_rate, known.local_steps, known.dropout) == (RATE, 1, False)
     assert known.recipe == Recipe()
-    broadcast = found.run.models.read_model(1)
+    broadcast = outcome.run.models.read_model(1)
     assert all(torch.equal(broadcast[name], step.before[name]) for name in step.gradient)
-    assert not found.left_out
+    assert not outcome.left_out
 
 
 @pytest.mark.parametrize("payload", ["delta", "gradient"])
@@ -203,12 +203,12 @@ def test_what_is_not_sent_stays_as_in_the_checkpoint(wire, step, imported, folde
     some = [name for name in step.gradient if "classifier" in name or "layer.1" in name]
     wire("sent", 1, 77, {"arrays": {name: step.before[name] for name in some}})
     wire("received", 1, 77, {"arrays": {name: step.after[name] for name in some}}, metrics=METRICS)
-    found = imported({"attack": []})
-    assert update_of(found).tensors.keys() <= set(some)
-    assert near(update_of(found).tensors, step.gradient)
+    outcome = imported({"attack": []})
+    assert update_of(outcome).tensors.keys() <= set(some)
+    assert near(update_of(outcome).tensors, step.gradient)
     word = bert_tiny.family.word_embedding
-    assert torch.equal(found.run.models.read_model(1)[word], bert_tiny.parameters()[word])
-    assert set(stored(found.run).update.share) == set(update_of(found).tensors)
+    assert torch.equal(outcome.run.models.read_model(1)[word], bert_tiny.parameters()[word])
+    assert set(stored(outcome.run).update.share) == set(update_of(outcome).tensors)
 
 
 WRONG = {
@@ -220,22 +220,22 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_a_reply_that_is_no_update_is_left_out(what, wire, step, imported):
-    change, said = WRONG[what]
+@pytest.mark.parametrize("case", WRONG)
+def test_a_reply_that_is_no_update_is_left_out(case, wire, step, imported):
+    change, complaint = WRONG[case]
     for node in (77, 78):
         wire("sent", 1, node, {"arrays": step.before})
     # What was sent alike is one file, as the tap has it.
     _share_files(wire.tapped)
     wire("received", 1, 77, {"arrays": step.after}, metrics=METRICS)
     wire("received", 1, 78, {"arrays": change(step.after)}, metrics=METRICS)
-    found = imported()
-    assert found.updates == 1
-    (reason,) = found.left_out
+    outcome = imported()
+    assert outcome.updates == 1
+    (reason,) = outcome.left_out
     assert reason.startswith("round 1, node 78: ")
-    assert said in reason
+    assert complaint in reason
     with pytest.raises(FedleakError, match="1 left out of the run: round 1, node 78"):
-        found.refuse_gaps()
+        outcome.refuse_gaps()
 
 
 def _share_files(tapped):
@@ -249,9 +249,9 @@ def _share_files(tapped):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-@pytest.mark.parametrize("said", some([None, 0, -1, 2.5, 1e18, "2", True], every=3))
-def test_a_number_of_examples_is_checked(said, wire, step, imported):
-    metrics = {"examples": 2, "num-examples": said} if said is not None else {"examples": 2}
+@pytest.mark.parametrize("count", some([None, 0, -1, 2.5, 1e18, "2", True], every=3))
+def test_a_number_of_examples_is_checked(count, wire, step, imported):
+    metrics = {"examples": 2, "num-examples": count} if count is not None else {"examples": 2}
     wire("sent", 1, 77, {"arrays": step.before})
     wire("received", 1, 77, {"arrays": step.after}, metrics=metrics)
     with pytest.raises(ConfigError, match="is no number of examples in it, which has examples"):
@@ -272,11 +272,12 @@ def test_a_learning_rate_comes_from_a_config(wire, step, imported):
 def test_steps_are_counted_from_examples_epochs_and_accumulation(wire, step, imported):
     wire("sent", 1, 77, {"arrays": step.before})
     wire("received", 1, 77, {"arrays": step.after}, metrics={"num-examples": 9})
-    found = imported({"training.local_epochs": 3, "training.accumulate": 2})
-    assert found.run.captures.about(Key(1, 0)).knowledge.local_steps == 9  # 5 batches make 3 steps
-    assert stored(found.run).local_training.batch_size == 4
-    found = imported({"training.local_steps": 7}, out="other")
-    assert found.run.captures.about(Key(1, 0)).knowledge.local_steps == 7
+    outcome = imported({"training.local_epochs": 3, "training.accumulate": 2})
+    # 5 batches make 3 steps.
+    assert outcome.run.captures.about(Key(1, 0)).knowledge.local_steps == 9
+    assert stored(outcome.run).local_training.batch_size == 4
+    outcome = imported({"training.local_steps": 7}, out="other")
+    assert outcome.run.captures.about(Key(1, 0)).knowledge.local_steps == 7
 
 
 def test_training_is_said_in_the_words_of_an_experiment(wire, step, imported, tmp_path):
@@ -287,13 +288,13 @@ def test_training_is_said_in_the_words_of_an_experiment(wire, step, imported, tm
     held_out = tmp_path / "others.jsonl"
     held_out.write_text(json.dumps({"text": "a text\nof two lines"}) + "\n")
     changes = {f"training.{name}": value for name, value in words.items()}
-    found = imported(changes | {"truth.held_out": str(held_out)})
-    known = found.run.captures.about(Key(1, 0)).knowledge
+    outcome = imported(changes | {"truth.held_out": str(held_out)})
+    known = outcome.run.captures.about(Key(1, 0)).knowledge
     recipe = Recipe(momentum=0.5, max_grad_norm=1.0, precision="bfloat16")
     assert (known.recipe, known.local_epochs) == (recipe, 2)
     assert known.learning_rate == pytest.approx(RATE / 2)
-    assert stored(found.run).local_training.recipe == recipe
-    assert len(found.run.read_json("held_out.json")["sequences"]) == 1
+    assert stored(outcome.run).local_training.recipe == recipe
+    assert len(outcome.run.read_json("held_out.json")["sequences"]) == 1
 
 
 @pytest.mark.parametrize("payload", ["weights", "delta"])
@@ -318,7 +319,7 @@ def test_weight_decay_is_taken_out_to_the_last_bit(
         after = {name: value - before[name] for name, value in after.items()}
     wire("sent", 1, 77, {"arrays": before})
     wire("received", 1, 77, {"arrays": after}, metrics={"num-examples": 1})
-    found = imported(
+    outcome = imported(
         {
             "training.optimiser": optimiser,
             "training.learning_rate": 0.01,
@@ -327,11 +328,11 @@ def test_weight_decay_is_taken_out_to_the_last_bit(
             "reply.payload": payload,
         }
     )
-    assert "bert.pooler.dense.weight" not in update_of(found).tensors
-    rows = update_of(found).tensors["bert.embeddings.word_embeddings.weight"]
+    assert "bert.pooler.dense.weight" not in update_of(outcome).tensors
+    rows = update_of(outcome).tensors["bert.embeddings.word_embeddings.weight"]
     used = set(batch["input_ids"].flatten().tolist())
     assert set(rows.any(1).nonzero().flatten().tolist()) == used
-    assert found.run.captures.about(Key(1, 0)).knowledge.recipe == Recipe(
+    assert outcome.run.captures.about(Key(1, 0)).knowledge.recipe == Recipe(
         optimiser=optimiser, weight_decay=0.1
     )
 
@@ -358,7 +359,7 @@ def test_truth_can_be_added_later(wire, step, imported, tmp_path, bert_tiny):
     assert "1 lines of" in " ".join(again.remarks)
     truth = read_truth(again.run, Key(1, 0))
     ids = bert_tiny.encode(step.texts)
-    assert truth.sequences == tuple((*each[:5], each[-1]) for each in ids)
+    assert truth.sequences == tuple((*text_ids[:5], text_ids[-1]) for text_ids in ids)
     assert truth.labels == (0, 1)
     (held,) = again.run.read_json("held_out.json")["sequences"]
     assert held[:5] == bert_tiny.encode(["a text that nobody has"])[0][:5]
@@ -391,14 +392,14 @@ def test_the_server_of_an_app_can_be_malicious(wire, step, imported, bert_tiny):
     changes = Imprint().broadcast(bert_tiny, targeted=True, public=public, rng=stream(0))
     wire("sent", 1, 77, {"arrays": {**step.before, **changes}})
     wire("received", 1, 77, {"arrays": step.gradient}, metrics=METRICS)
-    said = {"reply.payload": "gradient", "attack": [{"kind": "imprint"}]}
+    settings = {"reply.payload": "gradient", "attack": [{"kind": "imprint"}]}
     with pytest.raises(ConfigError, match="needs a model that was imprinted"):
-        imported(said)
-    run = imported(said | {"server": {"mode": "imprint", "rounds": [1]}}).run
+        imported(settings)
+    run = imported(settings | {"server": {"mode": "imprint", "rounds": [1]}}).run
     assert run.captures.read_capture(Key(1, 0)).knowledge.server_mode == "imprint"
     assert malicious_server(stored(run)).endswith("says its user")
     with pytest.raises(ConfigError, match="inconsistent"):
-        imported(said | {"server": {"mode": "inconsistent"}}, out="other")
+        imported(settings | {"server": {"mode": "inconsistent"}}, out="other")
 
 
 TRUTHS = {
@@ -415,9 +416,9 @@ TRUTHS = {
 }
 
 
-@pytest.mark.parametrize("what", TRUTHS)
-def test_truth_that_is_none_is_refused_without_its_texts(what, wire, step, imported, tmp_path):
-    lines, said = TRUTHS[what]
+@pytest.mark.parametrize("case", TRUTHS)
+def test_truth_that_is_none_is_refused_without_its_texts(case, wire, step, imported, tmp_path):
+    lines, complaint = TRUTHS[case]
     wire("sent", 1, 77, {"arrays": step.before})
     wire("received", 1, 77, {"arrays": step.after}, metrics=METRICS)
     right = {"round": 1, "node": 77, "texts": ["my secret", "another"], "labels": [0, 1]}
@@ -426,7 +427,7 @@ def test_truth_that_is_none_is_refused_without_its_texts(what, wire, step, impor
     file.write_text("\n".join(text))
     with pytest.raises(ConfigError) as refused:
         imported({"truth.file": str(file)})
-    assert said in str(refused.value)
+    assert complaint in str(refused.value)
     assert "secret" not in str(refused.value)
     assert not (tmp_path / "run").exists()
 
@@ -439,8 +440,8 @@ def test_a_count_of_batches_is_mended_with_the_number_of_texts(wire, step, impor
     file = truth_file(tmp_path / "truth.jsonl", line)
     with pytest.raises(ConfigError, match=r"2 texts, but its 'num-examples' is 1: .* set reply"):
         imported({"truth.file": file})
-    found = imported({"truth.file": file, "reply.examples": 2})
-    assert (found.truths, update_of(found).num_examples) == (1, 2)
+    outcome = imported({"truth.file": file, "reply.examples": 2})
+    assert (outcome.truths, update_of(outcome).num_examples) == (1, 2)
 
 
 def test_another_run_is_not_written_over(wire, step, imported):
@@ -457,9 +458,9 @@ def test_clients_can_say_their_number(wire, step, imported):
     _share_files(wire.tapped)
     for node, client in ((77, 5), (78, 2)):
         wire("received", 1, node, {"arrays": step.after}, metrics=METRICS | {"id": client})
-    found = imported({"reply.client_key": "id"})
-    assert found.run.captures.all_keys() == [Key(1, 2), Key(1, 5)]
-    assert found.run.info()["nodes"] == {"5": "77", "2": "78"}
+    outcome = imported({"reply.client_key": "id"})
+    assert outcome.run.captures.all_keys() == [Key(1, 2), Key(1, 5)]
+    assert outcome.run.info()["nodes"] == {"5": "77", "2": "78"}
     with pytest.raises(ConfigError, match="no number of a client"):
         imported({"reply.client_key": "name"}, out="other")
 
@@ -473,20 +474,20 @@ BAD_CLIENTS = {
 }
 
 
-@pytest.mark.parametrize("what", BAD_CLIENTS)
+@pytest.mark.parametrize("case", BAD_CLIENTS)
 def test_a_node_that_says_a_wrong_client_is_left_out_and_the_others_stay(
-    what, wire, step, imported
+    case, wire, step, imported
 ):
-    said, reason, updates = BAD_CLIENTS[what]
+    stated_client, reason, updates = BAD_CLIENTS[case]
     for node in range(70, 74):
         wire("sent", 1, node, {"arrays": step.before})
     _share_files(wire.tapped)
-    for node, client in ((70, 0), (71, 1), (72, 2), (73, said)):
+    for node, client in ((70, 0), (71, 1), (72, 2), (73, stated_client)):
         wire("received", 1, node, {"arrays": step.after}, metrics=METRICS | {"id": client})
-    found = imported({"reply.client_key": "id"})
-    assert found.updates == updates
-    assert f"round 1, node 73: reply.client_key = 'id' {reason}" in found.left_out[-1]
-    assert len(found.left_out) == 4 - updates
+    outcome = imported({"reply.client_key": "id"})
+    assert outcome.updates == updates
+    assert f"round 1, node 73: reply.client_key = 'id' {reason}" in outcome.left_out[-1]
+    assert len(outcome.left_out) == 4 - updates
 
 
 def test_a_reply_counted_otherwise_than_its_truth_is_left_out_and_the_others_stay(
@@ -498,9 +499,9 @@ def test_a_reply_counted_otherwise_than_its_truth_is_left_out_and_the_others_sta
     for node, count in ((77, 2), (78, 10_000)):
         wire("received", 1, node, {"arrays": step.after}, metrics={"num-examples": count})
     lines = [{"round": 1, "node": n, "texts": step.texts, "labels": [0, 1]} for n in (77, 78)]
-    found = imported({"truth.file": truth_file(tmp_path / "truth.jsonl", *lines)})
-    assert (found.updates, found.truths) == (1, 1)
-    (reason,) = found.left_out
+    outcome = imported({"truth.file": truth_file(tmp_path / "truth.jsonl", *lines)})
+    assert (outcome.updates, outcome.truths) == (1, 1)
+    (reason,) = outcome.left_out
     assert reason.startswith("round 1, node 78: in ")
     assert "there are 2 texts, but its 'num-examples' is 10000" in reason
 
@@ -515,9 +516,9 @@ def test_no_client_trains_on_more_than_its_steps_have_room_for(changes, wire, st
     _share_files(wire.tapped)
     for node, count in ((77, most), (78, most + 1)):
         wire("received", 1, node, {"arrays": step.gradient}, metrics={"num-examples": count})
-    found = imported({"attack": [], **changes})
-    assert update_of(found).num_examples == most
-    assert f"steps of 2 have {most} at most: set reply.examples" in found.left_out[0]
+    outcome = imported({"attack": [], **changes})
+    assert update_of(outcome).num_examples == most
+    assert f"steps of 2 have {most} at most: set reply.examples" in outcome.left_out[0]
 
 
 def test_two_spellings_of_a_parameter_have_one_value(wire, step, imported):
@@ -528,9 +529,9 @@ def test_two_spellings_of_a_parameter_have_one_value(wire, step, imported):
     same = {"module.classifier.bias": step.after["classifier.bias"]}
     wire("received", 1, 77, {"arrays": {**step.after, **same}}, metrics=METRICS)
     wire("received", 1, 78, {"arrays": {**step.after, **other}}, metrics=METRICS)
-    found = imported()
-    assert near(update_of(found).tensors, step.gradient)
-    assert found.left_out == [
+    outcome = imported()
+    assert near(update_of(outcome).tensors, step.gradient)
+    assert outcome.left_out == [
         "round 1, node 78: 'classifier.bias' and 'module.classifier.bias' both mean "
         "classifier.bias, and differ"
     ]
@@ -544,9 +545,9 @@ def test_a_round_beyond_all_rounds_is_a_damaged_line(wire, step, imported):
     late = [line.replace('"round": 1', f'"round": {10**6}') for line in lines]
     assert late != lines
     path.write_text("".join(line + "\n" for line in [*lines, *late]))
-    found = imported()
-    assert found.run.captures.all_keys() == [Key(1, 0)]
-    assert [line.partition(" (")[0] for line in found.left_out] == [
+    outcome = imported()
+    assert outcome.run.captures.all_keys() == [Key(1, 0)]
+    assert [line.partition(" (")[0] for line in outcome.left_out] == [
         "line 3 of messages.jsonl is damaged",
         "line 4 of messages.jsonl is damaged",
     ]
@@ -581,14 +582,14 @@ def test_rounds_and_clients_may_be_missing(wire, step, imported, tmp_path):
     wire.tapped.complain(Problem(round=3, node=79, reason="the client failed: \x1b[31m"))
     with (tmp_path / "mine" / "messages.jsonl").open("ab") as file:
         file.write(b"{torn}\n")
-    found = imported()
-    assert found.run.captures.all_keys() == [Key(1, 0), Key(3, 1)]
-    left_out = "\n".join(found.left_out)
+    outcome = imported()
+    assert outcome.run.captures.all_keys() == [Key(1, 0), Key(3, 1)]
+    left_out = "\n".join(outcome.left_out)
     assert "line 8 of messages.jsonl is damaged" in left_out
     assert "round 3, node 79: the client failed: \\x1b[31m" in left_out
     assert "round 3, node 78: it is a second one" in left_out
     assert "round 1, node 78: no answer came" in left_out
-    assert len(found.left_out) == 4
+    assert len(outcome.left_out) == 4
 
 
 def test_a_model_of_its_own_is_left_out(wire, step, imported):
@@ -600,17 +601,17 @@ def test_a_model_of_its_own_is_left_out(wire, step, imported):
 
 def test_clients_of_secure_aggregation_answer_each_stage(wire, step, imported):
     """Flower's SecAgg+ asks a client four times; one answer says how much it has."""
-    secret, said = {"pk1": {"base64": ""}}, {"num_examples": 2}
+    secret, examples = {"pk1": {"base64": ""}}, {"num_examples": 2}
     wire("sent", 1, 77, {"arrays": step.before})
     wire("received", 1, 77, {}, secaggplus_configs=secret)
-    wire("received", 1, 77, {"fitres.parameters": {}}, **{"fitres.num_examples": said})
+    wire("received", 1, 77, {"fitres.parameters": {}}, **{"fitres.num_examples": examples})
     wire("received", 1, 77, {}, secaggplus_configs=secret)
     wire("sent", 2, 77, {"arrays": step.after})
     with pytest.raises(ConfigError, match=r"masked by secure aggregation .*payload = 'sum'"):
         imported()
-    found = imported({"reply.payload": "sum", "reply.examples_key": "num_examples"})
-    assert update_of(found, Key(1, EVERYONE)).num_examples == 2
-    assert near(update_of(found, Key(1, EVERYONE)).tensors, step.gradient)
+    outcome = imported({"reply.payload": "sum", "reply.examples_key": "num_examples"})
+    assert update_of(outcome, Key(1, EVERYONE)).num_examples == 2
+    assert near(update_of(outcome, Key(1, EVERYONE)).tensors, step.gradient)
 
 
 def test_a_sum_is_how_a_round_changed_the_model(wire, step, imported):
@@ -620,12 +621,12 @@ def test_a_sum_is_how_a_round_changed_the_model(wire, step, imported):
     for node in (77, 78):
         wire("received", 1, node, masked, metrics=METRICS)
     wire("evaluated", 1, 77, {"arrays": step.after})
-    found = imported({"reply.payload": "sum"})
-    assert found.run.captures.all_keys() == [Key(1, EVERYONE)]
-    update = update_of(found, Key(1, EVERYONE))
+    outcome = imported({"reply.payload": "sum"})
+    assert outcome.run.captures.all_keys() == [Key(1, EVERYONE)]
+    update = update_of(outcome, Key(1, EVERYONE))
     assert near(update.tensors, step.gradient)
     assert update.num_examples == 4
-    assert not found.left_out
+    assert not outcome.left_out
 
 
 def test_a_sum_whose_model_nobody_got_is_left_out(wire, step, imported):
@@ -646,8 +647,8 @@ ABOUTS = {
 
 @pytest.mark.parametrize("key", ABOUTS)
 def test_a_file_that_is_wrong_is_refused_in_one_line(key, tmp_path):
-    value, said = ABOUTS[key]
-    with pytest.raises(ConfigError, match=said) as refused:
+    value, complaint = ABOUTS[key]
+    with pytest.raises(ConfigError, match=complaint) as refused:
         load_about(about_file(tmp_path / "about.toml", {key: value}))
     assert "\n" not in str(refused.value)
 

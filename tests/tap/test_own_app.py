@@ -124,8 +124,8 @@ def test_clipping_at_the_client_scales_what_is_read(tmp_path, folder, config):
 def test_any_strategy_may_aggregate(tmp_path, folder, grid_of):
     others.serve(tap(grid_of(), tmp_path / "mine"), folder, rounds=2, strategy=FedAdam)
     about = load_about(Path(about_file(tmp_path, folder)))
-    found = import_run(Tapped(tmp_path / "mine"), about, tmp_path / "run")
-    assert (found.updates, found.clients, found.rounds, found.left_out) == (6, 3, 2, [])
+    outcome = import_run(Tapped(tmp_path / "mine"), about, tmp_path / "run")
+    assert (outcome.updates, outcome.clients, outcome.rounds, outcome.left_out) == (6, 3, 2, [])
 
 
 def test_masked_replies_are_said_and_the_sum_is_read(tmp_path, folder, grid_of):
@@ -152,14 +152,14 @@ def test_masked_replies_are_said_and_the_sum_is_read(tmp_path, folder, grid_of):
     assert status == 2
     assert "where clients use secure aggregation, set reply.payload = 'sum'" in errors
     Path(path).write_text(Path(path).read_text() + '\n[reply]\npayload = "sum"\n')
-    found = import_run(Tapped(tmp_path / "mine"), load_about(Path(path)), tmp_path / "run")
-    update = found.run.captures.read_capture(Key(1, EVERYONE)).update
-    before = found.run.models.read_model(1)
+    outcome = import_run(Tapped(tmp_path / "mine"), load_about(Path(path)), tmp_path / "run")
+    update = outcome.run.captures.read_capture(Key(1, EVERYONE)).update
+    before = outcome.run.models.read_model(1)
     for name, value in update.tensors.items():
-        mean = sum(each[name] for each in weights) / 3
+        mean = sum(client_weights[name] for client_weights in weights) / 3
         assert torch.allclose(value, mean - before[name], atol=2e-7), name
     assert (update.kind, update.num_examples) == (UpdateKind.DELTA, 6)
-    assert found.truths == 3
+    assert outcome.truths == 3
 
 
 class Hold:
@@ -210,12 +210,12 @@ def test_flowers_own_secure_aggregation_is_tapped_and_its_sum_is_read(tmp_path, 
     path.write_text(
         f'{path.read_text()}\n[reply]\npayload = "sum"\nexamples_key = "num_examples"\n'
     )
-    found = import_run(Tapped(tmp_path / "mine"), load_about(path), tmp_path / "run")
-    assert (found.updates, found.clients, found.truths) == (1, 3, 3)
-    assert found.left_out == [
+    outcome = import_run(Tapped(tmp_path / "mine"), load_about(path), tmp_path / "run")
+    assert (outcome.updates, outcome.clients, outcome.truths) == (1, 3, 3)
+    assert outcome.left_out == [
         "round 2: its model was sent to nobody, so what changed it is not here"
     ]
-    assert found.run.captures.read_capture(Key(1, EVERYONE)).update.num_examples == 6
+    assert outcome.run.captures.read_capture(Key(1, EVERYONE)).update.num_examples == 6
 
 
 SIMULATED = """
@@ -271,8 +271,8 @@ def test_the_app_in_flowers_simulation(tmp_path, folder, config, in_process):
     assert done.returncode == 0, done.stderr[-3000:]
     assert "every update is kept in" in done.stderr
     about = about_file(tmp_path, folder)
-    found = import_run(Tapped(tmp_path / "mine"), load_about(Path(about)), tmp_path / "run")
-    assert (found.updates, found.clients, found.rounds) == (6, 3, 2)
-    assert (found.truths, found.left_out) == (6, [])
-    assert tiny.call("attack", str(found.run.path))[0] == 0
-    assert [row.token_recall for row in rows_of(found.run, "probes")] == [1.0] * 6
+    outcome = import_run(Tapped(tmp_path / "mine"), load_about(Path(about)), tmp_path / "run")
+    assert (outcome.updates, outcome.clients, outcome.rounds) == (6, 3, 2)
+    assert (outcome.truths, outcome.left_out) == (6, [])
+    assert tiny.call("attack", str(outcome.run.path))[0] == 0
+    assert [row.token_recall for row in rows_of(outcome.run, "probes")] == [1.0] * 6

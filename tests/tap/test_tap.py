@@ -27,8 +27,8 @@ def arrays_of(result):
     return {name: value.numpy() for name, value in result.arrays.items()}
 
 
-def same(one, other):
-    return one.keys() == other.keys() and all(np.array_equal(one[k], other[k]) for k in one)
+def same(first, second):
+    return first.keys() == second.keys() and all(np.array_equal(first[k], second[k]) for k in first)
 
 
 def npy(value):
@@ -87,27 +87,27 @@ def test_it_keeps_what_was_sent_and_received(federate, tmp_path, folder):
     messages, damaged = tapped.messages()
     assert not damaged
     assert not tapped.problems()
-    ways = Counter((each.way, each.round) for each in messages)
+    ways = Counter((message.way, message.round) for message in messages)
     assert ways == {(way, r): 3 for way in ("sent", "received", "evaluated") for r in (1, 2)}
     first = task.get_model(folder).state_dict()
-    for each in messages:
-        if each.way == "sent":
-            assert each.numbers == {"config": {"lr": 0.5, "server-round": each.round}}
-        if (each.way, each.round) == ("sent", 1):
-            (kept,) = each.arrays
+    for message in messages:
+        if message.way == "sent":
+            assert message.numbers == {"config": {"lr": 0.5, "server-round": message.round}}
+        if (message.way, message.round) == ("sent", 1):
+            (kept,) = message.arrays
             read = tapped.read_arrays(kept, tapped.names(kept))
             assert all(torch.equal(read[name], first[name]) for name in first)
-        if (each.way, each.round) == ("received", 2):
-            sent = replies[each.node]
-            assert [kept.record for kept in each.arrays] == ["arrays", "extra"]
-            for kept in each.arrays:
+        if (message.way, message.round) == ("received", 2):
+            sent = replies[message.node]
+            assert [kept.record for kept in message.arrays] == ["arrays", "extra"]
+            for kept in message.arrays:
                 read = tapped.read_arrays(kept, tapped.names(kept))
                 assert same(
                     {k: v.numpy() for k, v in read.items()},
                     {name: array.numpy() for name, array in sent[kept.record].items()},
                 )
-            assert each.numbers["more"] == {"loss": None, "list": [1.5, 2.0]}
-            assert each.numbers["said"] == {
+            assert message.numbers["more"] == {"loss": None, "list": [1.5, 2.0]}
+            assert message.numbers["said"] == {
                 "name": "n\x1b",
                 "key": {"base64": "AP8="},
                 "on": True,
@@ -124,24 +124,24 @@ QUICK = {"a pickle", "an archive"}
 
 
 @pytest.mark.parametrize(
-    "what", [pytest.param(w, marks=[] if w in QUICK else pytest.mark.slow) for w in HOSTILE]
+    "case", [pytest.param(w, marks=[] if w in QUICK else pytest.mark.slow) for w in HOSTILE]
 )
-def test_a_reply_that_cannot_be_read_is_noted(what, federate, tmp_path, capsys):
+def test_a_reply_that_cannot_be_read_is_noted(case, federate, tmp_path, capsys):
     def change(content, context):
         if context.node_config["partition-id"] == 1:
-            content["spare"] = ArrayRecord({"a\x1b[31m": HOSTILE[what]})
+            content["spare"] = ArrayRecord({"a\x1b[31m": HOSTILE[case]})
         return content
 
     plain = federate(untapped, change=change)
     result = federate(tap, change=change)
     assert same(arrays_of(plain), arrays_of(result))
     messages, _ = Tapped(tmp_path / "mine").messages()
-    assert sum(each.way == "received" for each in messages) == 2
+    assert sum(message.way == "received" for message in messages) == 2
     (problem,) = Tapped(tmp_path / "mine").problems()
     assert (problem.round, problem.node) == (1, 3)
-    said = capsys.readouterr().err
-    assert "NOT KEPT: round 1, node 3: the array " in said
-    assert "\x1b" not in said
+    errors = capsys.readouterr().err
+    assert "NOT KEPT: round 1, node 3: the array " in errors
+    assert "\x1b" not in errors
 
 
 @pytest.mark.parametrize("name", ["__metadata__", "__x"])
@@ -184,8 +184,8 @@ def test_a_disk_that_is_full_breaks_nothing(broken, federate, tmp_path, monkeypa
     if broken == "complain":
         monkeypatch.setattr(Tapped, "append", full)
     assert same(arrays_of(plain), arrays_of(federate(tap)))
-    said = capsys.readouterr().err
-    assert said.count("No space left on device") >= 6
+    errors = capsys.readouterr().err
+    assert errors.count("No space left on device") >= 6
     assert len(Tapped(tmp_path / "mine").problems()) == (0 if broken == "complain" else 9)
 
 

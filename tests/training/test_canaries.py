@@ -37,10 +37,10 @@ def test_every_canary_has_numbers_of_its_own_all_over_the_update(count):
     update = zeros()
     canaries.add_(update, values_SK)
     assert np.array_equal(canaries.taken(update), values_SK)
-    found = torch.cat([update[name] for name in sorted(SIZES)])
-    assert sorted(found[found != 0].tolist()) == values_SK.reshape(-1).tolist()
-    places = found.nonzero()[:, 0]
-    assert int(places[-1] - places[0]) > 0.5 * len(found) - count
+    flat_update = torch.cat([update[name] for name in sorted(SIZES)])
+    assert sorted(flat_update[flat_update != 0].tolist()) == values_SK.reshape(-1).tolist()
+    places = flat_update.nonzero()[:, 0]
+    assert int(places[-1] - places[0]) > 0.5 * len(flat_update) - count
 
 
 def test_a_transposed_tensor_takes_them_too():
@@ -52,23 +52,23 @@ def test_a_transposed_tensor_takes_them_too():
 
 
 def test_directions_have_norm_1_and_depend_on_the_seed_alone():
-    one, same, other = (Canaries(SIZES, 20, seed).directions() for seed in (1, 1, 2))
-    assert np.allclose(np.linalg.norm(one, axis=0), 1)
-    assert np.array_equal(one, same)
-    assert not np.array_equal(one, other)
+    directions, same, other = (Canaries(SIZES, 20, seed).directions() for seed in (1, 1, 2))
+    assert np.allclose(np.linalg.norm(directions, axis=0), 1)
+    assert np.array_equal(directions, same)
+    assert not np.array_equal(directions, other)
 
 
 def test_out_scores_are_normal_whatever_the_update_is():
     """Heavy tails and zeros, as gradients have them."""
     rng = torch.Generator().manual_seed(0)
-    found = []
+    out_scores = []
     for seed in range(20):
         canaries = Canaries({"a": 100_000}, 100, seed)
         heavy = torch.randn(100_000, generator=rng) / torch.rand(100_000, generator=rng)
         heavy[torch.rand(100_000, generator=rng) < 0.3] = 0.0
-        found += canaries.score({"a": heavy}).tolist()
-    assert kstest(found, "norm").pvalue > 0.01
-    assert abs(np.std(found) - 1) < 4 / math.sqrt(2 * len(found))
+        out_scores += canaries.score({"a": heavy}).tolist()
+    assert kstest(out_scores, "norm").pvalue > 0.01
+    assert abs(np.std(out_scores) - 1) < 4 / math.sqrt(2 * len(out_scores))
 
 
 def test_a_score_is_the_cosine_on_the_numbers_that_are_left():

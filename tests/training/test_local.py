@@ -45,11 +45,11 @@ def transformers_gradient(model, module, sequences, labels):
     }
 
 
-def assert_near(found, expected, tolerance=2e-5):
-    assert found.keys() == expected.keys()
+def assert_near(tensors, expected, tolerance=2e-5):
+    assert tensors.keys() == expected.keys()
     for name, value in expected.items():
         size = value.abs().max().clamp_min(1e-3)
-        torch.testing.assert_close(found[name] / size, value / size, atol=tolerance, rtol=0)
+        torch.testing.assert_close(tensors[name] / size, value / size, atol=tolerance, rtol=0)
 
 
 def unequal(model, texts, count=3):
@@ -110,8 +110,8 @@ def test_the_seed_decides_dropout_and_nothing_else_of_the_process(small, texts, 
     def update(seed, dropout):
         model.module.load_state_dict(before)
         how = replace(training, dropout=dropout, batch_size=3)
-        found = local_update_(model, sequences, [0, 1, 2], how, seed=seed).tensors
-        return torch.cat([value.flatten() for value in found.values()])
+        tensors = local_update_(model, sequences, [0, 1, 2], how, seed=seed).tensors
+        return torch.cat([value.flatten() for value in tensors.values()])
 
     state = torch.get_rng_state()
     dropped = update(1, True)
@@ -151,18 +151,18 @@ def test_a_class_may_be_given_as_probabilities(small, texts, loss):
     model = replace(small("bert"), class_loss=CLASS_LOSSES[loss])
     ids, mask = pad(unequal(model, texts), model.tokenizer.pad_token_id, torch.device("cpu"))
     with torch.no_grad():
-        found = {
+        losses = {
             label: batch_loss(model, ids, mask, torch.tensor([label, 0, 2])) for label in (0, 1)
         }
         certain = torch.eye(3)[[1, 0, 2]]
-        torch.testing.assert_close(batch_loss(model, ids, mask, certain), found[1])
+        torch.testing.assert_close(batch_loss(model, ids, mask, certain), losses[1])
         # Between two classes: cross-entropy is linear in them, the squared loss is a parabola.
         between = torch.lerp(torch.eye(3)[[0, 0, 2]], certain, 0.25)
-        expected = 0.75 * found[0] + 0.25 * found[1]
+        expected = 0.75 * losses[0] + 0.25 * losses[1]
         if loss == "squared":
             expected -= 0.25 * 0.75 * 2 / 9
         torch.testing.assert_close(batch_loss(model, ids, mask, between), expected)
-    assert not torch.isclose(found[0], found[1])
+    assert not torch.isclose(losses[0], losses[1])
 
 
 # --- which examples and clients -------------------------------------------------------------
@@ -187,13 +187,13 @@ def test_a_pass_uses_no_example_twice(num_examples, batch_size, seed, client):
 
 def test_passes_and_clients_differ_in_order_and_fedavg_takes_all():
     def order(client, sweep, seed=0):
-        one = replace(FEDSGD, batch_size=1)
+        training = replace(FEDSGD, batch_size=1)
         rounds = range(1 + 12 * sweep, 13 + 12 * sweep)
-        return [round_batch(12, one, seed=seed, client=client, round=r)[0] for r in rounds]
+        return [round_batch(12, training, seed=seed, client=client, round=r)[0] for r in rounds]
 
     assert order(0, 0) == order(0, 0)
     different = [order(0, 0), order(0, 1), order(1, 0), order(0, 0, seed=1)]
-    assert len({tuple(one) for one in different}) == 4
+    assert len({tuple(indices) for indices in different}) == 4
     assert round_batch(5, FEDAVG, seed=0, client=0, round=9) == [0, 1, 2, 3, 4]
 
 
@@ -201,10 +201,10 @@ def test_passes_and_clients_differ_in_order_and_fedavg_takes_all():
 def test_a_round_has_so_many_different_clients_in_order(clients, data):
     per_round = data.draw(st.integers(1, clients))
     chosen = [round_clients(clients, per_round, seed=3, round=r) for r in range(1, 60)]
-    for one in chosen:
-        assert one == sorted(set(one))
-        assert len(one) == per_round
-    assert {client for one in chosen for client in one} == set(range(clients))
+    for selected in chosen:
+        assert selected == sorted(set(selected))
+        assert len(selected) == per_round
+    assert {client for selected in chosen for client in selected} == set(range(clients))
 
 
 # --- what is sent, and its sum --------------------------------------------------------------

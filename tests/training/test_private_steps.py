@@ -63,8 +63,8 @@ def gradient_of(model, ids, label):
     ids_1T, mask_1T = pad([ids], model.tokenizer.pad_token_id, model.device)
     loss = batch_loss(model, ids_1T, mask_1T, torch.tensor([label]))
     trained = model.trained()
-    found = torch.autograd.grad(loss, list(trained.values()), materialize_grads=True)
-    return dict(zip(trained, found, strict=True))
+    gradients = torch.autograd.grad(loss, list(trained.values()), materialize_grads=True)
+    return dict(zip(trained, gradients, strict=True))
 
 
 def clipped_by_hand(model, batch, labels, max_norm, expected):
@@ -84,14 +84,14 @@ def norm(tensors):
     return math.sqrt(sum(float(value.double().square().sum()) for value in tensors.values()))
 
 
-def assert_near(found, expected, tolerance=1e-5):
-    assert found.keys() == expected.keys()
+def assert_near(tensors, expected, tolerance=1e-5):
+    assert tensors.keys() == expected.keys()
     whole = norm(expected)
     for name, value in expected.items():
         size = float(value.norm())
         # Some gradients are zero but for rounding: BERT's key bias.
         slack = tolerance * size if size > 1e-9 * whole else 1e-9 * whole
-        assert float((found[name] - value).norm()) <= slack, name
+        assert float((tensors[name] - value).norm()) <= slack, name
 
 
 def materialise(monkeypatch):
@@ -119,16 +119,16 @@ def median_norm(model, batch, labels):
 @pytest.mark.parametrize(("family", "task"), MODELS)
 def test_gradients_are_those_of_each_example_alone(made, family, task, lora):
     model, batch, labels = made(family, task, lora=lora)
-    expected = [gradient_of(model, *one) for one in zip(batch, labels, strict=True)]
+    expected = [gradient_of(model, *example) for example in zip(batch, labels, strict=True)]
     ids, mask = pad(batch, model.tokenizer.pad_token_id, model.device)
     losses = private_steps.example_losses(model, ids, mask, torch.tensor(labels))
     with per_example(model, ghost=False):
         losses = private_steps.example_losses(model, ids, mask, torch.tensor(labels))
         losses.sum().backward()
-        found = {name: p.grad_sample.clone() for name, p in model.trained().items()}
+        gradients = {name: p.grad_sample.clone() for name, p in model.trained().items()}
     for number, gradient in enumerate(expected):
-        assert_near({name: value[number] for name, value in found.items()}, gradient)
-    assert len({round(norm(one), 6) for one in expected}) == len(batch)
+        assert_near({name: value[number] for name, value in gradients.items()}, gradient)
+    assert len({round(norm(example_gradient), 6) for example_gradient in expected}) == len(batch)
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -137,8 +137,8 @@ def test_a_step_is_the_mean_of_gradients_clipped_one_by_one(made, family, task, 
     model, batch, labels = made(family, task, lora=lora)
     max_norm = median_norm(model, batch, labels)
     expected, norms = clipped_by_hand(model, batch, labels, max_norm, EXPECTED)
-    assert any(one < max_norm for one in norms)
-    assert any(one > max_norm for one in norms)
+    assert any(gradient_norm < max_norm for gradient_norm in norms)
+    assert any(gradient_norm > max_norm for gradient_norm in norms)
     assert_near(step(model, batch, labels, private(0.0, max_norm)), expected)
 
 
@@ -160,8 +160,8 @@ def test_in_single_precision_a_step_is_right_to_five_digits(made, monkeypatch, p
     expected, _ = clipped_by_hand(model, batch, labels, 0.5, EXPECTED)
     if path == "materialised":
         materialise(monkeypatch)
-    found = step(model, batch, labels, private(0.0, 0.5))
-    apart = norm({name: found[name] - value for name, value in expected.items()})
+    gradient = step(model, batch, labels, private(0.0, 0.5))
+    apart = norm({name: gradient[name] - value for name, value in expected.items()})
     assert apart <= 1e-5 * norm(expected)
 
 
@@ -254,12 +254,12 @@ def test_noise_depends_on_its_stream_alone(made):
 def test_a_batch_of_nobody_gives_pure_noise(made, family, task, lora):
     model, batch, labels = made(family, task, lora=lora)
     seen = Seen()
-    found = step(model, [], [], private(2.0, 0.3), seen=seen)
+    pure_noise = step(model, [], [], private(2.0, 0.3), seen=seen)
     plain, noisy = (step(model, batch, labels, private(noise, 0.3)) for noise in (0.0, 2.0))
-    assert_near(found, {name: noisy[name] - value for name, value in plain.items()}, 1e-8)
+    assert_near(pure_noise, {name: noisy[name] - value for name, value in plain.items()}, 1e-8)
     assert seen.figures() == {
         "signal_norm": 0.0,
-        "noise_norm": pytest.approx(norm(found)),
+        "noise_norm": pytest.approx(norm(pure_noise)),
         "examples": 0,
     }
 
@@ -371,15 +371,15 @@ def test_dropout_is_on_only_if_it_is_asked_for(made, family, task):
         dropout=False,
         private=private(0.0, 0.5),
     )
-    found = {}
+    updates = {}
     for dropout, seed in [(False, 1), (False, 2), (True, 1), (True, 2)]:
-        one = dataclasses.replace(how, dropout=dropout)
-        found[dropout, seed] = local_update_(model, batch, labels, one, seed=seed).tensors
-    assert_near(found[False, 1], expected)
-    assert_near(found[False, 2], expected)
+        training = dataclasses.replace(how, dropout=dropout)
+        updates[dropout, seed] = local_update_(model, batch, labels, training, seed=seed).tensors
+    assert_near(updates[False, 1], expected)
+    assert_near(updates[False, 2], expected)
     for seed in (1, 2):
-        other = found[True, 3 - seed]
-        apart = norm({n: found[True, seed][n] - other[n] for n in other})
+        other = updates[True, 3 - seed]
+        apart = norm({n: updates[True, seed][n] - other[n] for n in other})
         assert apart > 0.05 * norm(other)
 
 
@@ -420,14 +420,14 @@ def steps_by_hand(model, batch, labels, how, *, seed):
         signals.append(norm(mean))
         noises.append(norm(added))
     delta = {name: p - before[name] for name, p in model.parameters().items()}
-    told = {
+    figures = {
         "examples": len(norms),
         "example_norm": sum(norms) / len(norms),
-        "clipped": sum(one > steps.max_grad_norm for one in norms) / len(norms),
+        "clipped": sum(gradient_norm > steps.max_grad_norm for gradient_norm in norms) / len(norms),
         "signal_norm": sum(signals) / len(signals),
         "noise_norm": sum(noises) / len(noises),
     }
-    return delta, told, chosen
+    return delta, figures, chosen
 
 
 @pytest.mark.parametrize("sampling", ["fixed", "poisson"])
@@ -450,7 +450,7 @@ def test_fedavg_is_a_loop_of_private_steps(made, family, task, lora, seed, sampl
         dropout=False,
         private=private(0.2, max_norm, sampling),
     )
-    expected, told, chosen = steps_by_hand(model, batch, labels, how, seed=seed)
+    expected, expected_figures, chosen = steps_by_hand(model, batch, labels, how, seed=seed)
     assert len(chosen) == how.steps(5) == 6
     assert all(chosen) == (sampling == "fixed" or seed == 7)
     figures = {}
@@ -458,7 +458,7 @@ def test_fedavg_is_a_loop_of_private_steps(made, family, task, lora, seed, sampl
     assert (update.kind, update.num_examples) == (UpdateKind.DELTA, 5)
     assert_near(update.tensors, expected)
     assert figures.pop("drawn") == [list(step) for step in chosen]
-    assert figures == pytest.approx(told, rel=1e-5)
+    assert figures == pytest.approx(expected_figures, rel=1e-5)
     assert 0 < figures["clipped"] < 1
 
 
@@ -473,8 +473,8 @@ def test_a_client_with_fewer_examples_than_a_batch_divides_by_those(made):
         private=private(0.0, 0.05),
     )
     expected, _ = clipped_by_hand(model, batch, labels, 0.05, 2)
-    found = local_update_(model, batch, labels, how, seed=0).tensors
-    assert_near(found, {name: -0.1 * value for name, value in expected.items()}, 1e-4)
+    tensors = local_update_(model, batch, labels, how, seed=0).tensors
+    assert_near(tensors, {name: -0.1 * value for name, value in expected.items()}, 1e-4)
 
 
 def test_a_gradient_is_divided_by_what_is_expected_and_not_by_what_was_drawn(made):
@@ -497,7 +497,7 @@ def test_a_gradient_is_divided_by_what_is_expected_and_not_by_what_was_drawn(mad
         {
             "examples": 5,
             "example_norm": sum(norms) / 5,
-            "clipped": sum(one > 0.05 for one in norms) / 5,
+            "clipped": sum(gradient_norm > 0.05 for gradient_norm in norms) / 5,
             "signal_norm": norm(expected),
             "noise_norm": 0.0,
         },

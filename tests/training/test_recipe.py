@@ -64,15 +64,15 @@ def own_loop(model, sequences, made, *, clip=None, steps=6, rates=None, precisio
     return {name: p.detach().float() - before[name] for name, p in module.named_parameters()}
 
 
-def assert_same_way(found, expected, least=1 - 1e-4, apart=1e-3):
+def assert_same_way(tensors, expected, min_cosine=1 - 1e-4, apart=1e-3):
     """Adam makes whole steps of the rounding of small gradients, so directions are compared.
 
     A key's bias has no other gradient than rounding.
     """
-    assert found.keys() == expected.keys()
-    names = [name for name in found if not name.endswith("c_attn.bias")]
-    own, other = (torch.cat([t[name].flatten() for name in names]) for t in (found, expected))
-    assert torch.cosine_similarity(own, other, 0) > least
+    assert tensors.keys() == expected.keys()
+    names = [name for name in tensors if not name.endswith("c_attn.bias")]
+    own, other = (torch.cat([t[name].flatten() for name in names]) for t in (tensors, expected))
+    assert torch.cosine_similarity(own, other, 0) > min_cosine
     assert math.isclose(own.norm(), other.norm(), rel_tol=apart)
 
 
@@ -83,8 +83,8 @@ def test_steps_are_those_of_torch(small, texts, name, task):
     sequences = [ids[: 4 + 2 * i] for i, ids in enumerate(model.encode(texts[:5]))]
     recipe, made = RECIPES[name]
     expected = own_loop(model, sequences, made)
-    found = local_update_(model, sequences, LABELS, replace(FEDAVG, recipe=recipe), seed=5)
-    assert_same_way(found.tensors, expected)
+    update = local_update_(model, sequences, LABELS, replace(FEDAVG, recipe=recipe), seed=5)
+    assert_same_way(update.tensors, expected)
 
 
 def test_clipping_schedule_and_fewer_steps_are_those_of_a_trainer(small, texts):
@@ -101,8 +101,8 @@ def test_clipping_schedule_and_fewer_steps_are_those_of_a_trainer(small, texts):
     assert training.steps(5) == 4
     assert math.isclose(training.learning_rate, sum(rates) / 4)
     expected = own_loop(model, sequences, made, clip=0.05, steps=4, rates=rates)
-    found = local_update_(model, sequences, LABELS, training, seed=5)
-    assert_same_way(found.tensors, expected)
+    update = local_update_(model, sequences, LABELS, training, seed=5)
+    assert_same_way(update.tensors, expected)
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "bfloat16-mixed"])
@@ -114,10 +114,11 @@ def test_half_precision_is_that_of_torch(small, texts, task, precision):
     full = own_loop(model, sequences, lambda p: torch.optim.SGD(p, lr=0.1))
     expected = own_loop(model, sequences, lambda p: torch.optim.SGD(p, lr=0.1), precision=precision)
     training = replace(FEDAVG, learning_rate=0.1, recipe=Recipe(precision=precision))
-    found = local_update_(model, sequences, LABELS, training, seed=5).tensors
-    assert all(value.dtype == torch.float32 for value in found.values())
-    assert_same_way(found, expected, least=0.99, apart=0.02)  # a sum in bfloat16 has no one order
-    assert not all(torch.equal(found[name], full[name]) for name in full)
+    tensors = local_update_(model, sequences, LABELS, training, seed=5).tensors
+    assert all(value.dtype == torch.float32 for value in tensors.values())
+    # A sum in bfloat16 has no one order.
+    assert_same_way(tensors, expected, min_cosine=0.99, apart=0.02)
+    assert not all(torch.equal(tensors[name], full[name]) for name in full)
     if precision == "bfloat16":  # what was trained were copies
         for name, value in model.module.named_parameters():
             assert torch.equal(value, before[name]), name
@@ -129,7 +130,7 @@ def test_accumulated_passes_make_the_gradient_of_the_whole_step(small, texts, ta
     model = small("gpt2", task)
     sequences = [ids[: 4 + 2 * i] for i, ids in enumerate(model.encode(texts[:5]))]
     whole, parts = (gradient(model, Batch(sequences, LABELS), Recipe(accumulate=n)) for n in (1, 3))
-    assert_same_way(parts, whole, least=1 - 1e-6)
+    assert_same_way(parts, whole, min_cosine=1 - 1e-6)
 
 
 def test_a_schedule_falls_over_rounds_as_flowertune_has_it():
@@ -171,7 +172,7 @@ def test_private_gradients_go_through_the_optimiser(small, texts):
         for name, parameter in replica.trained().items():
             parameter.grad = step[name]
         optimiser.step()
-    found = local_update_(model, sequences, LABELS, training, seed=5).tensors
+    tensors = local_update_(model, sequences, LABELS, training, seed=5).tensors
     assert seen.steps == 3
     for name, value in replica.parameters().items():
-        assert torch.equal(found[name], value - before[name])
+        assert torch.equal(tensors[name], value - before[name])

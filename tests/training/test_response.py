@@ -65,16 +65,16 @@ def slow_gradient(model, sequences):
     return dict(zip(trained, torch.autograd.grad(loss, list(trained.values())), strict=True)), loss
 
 
-def assert_close(found, expected):
+def assert_close(tensors, expected):
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-6, msg=name)
+        torch.testing.assert_close(tensors[name], value, rtol=1e-3, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_gradients_are_those_of_labels_of_minus_100(model, accumulate):
     sequences = model.encode([*TEXTS, "Q: no response"])
-    found = gradient(model, Batch(sequences, [0] * 4), Recipe(accumulate=accumulate))
-    assert_close(found, slow_gradient(model, sequences)[0])
+    gradients = gradient(model, Batch(sequences, [0] * 4), Recipe(accumulate=accumulate))
+    assert_close(gradients, slow_gradient(model, sequences)[0])
     counts = target_counts(model, sequences)
     ids, mask = pad(sequences, model.tokenizer.pad_token_id, model.device)
     assert counts == (slow_labels(model, ids, mask) != -100).sum(1).tolist()
@@ -94,9 +94,14 @@ def test_utility_is_the_loss_of_responses(model):
 def test_dp_sgd_clips_the_gradients_of_responses(model):
     sequences = model.encode(TEXTS)
     private = PrivateSteps(noise_multiplier=0.0, max_grad_norm=1e6, sampling="fixed")
-    found = private_gradient(model, Batch(sequences, [0] * 3), 3, private, stream(0, "x"), Seen())
-    each = [slow_gradient(model, [ids])[0] for ids in sequences]
-    assert_close(found, {name: sum(g[name] for g in each) / 3 for name in each[0]})
+    gradients = private_gradient(
+        model, Batch(sequences, [0] * 3), 3, private, stream(0, "x"), Seen()
+    )
+    expected_gradients = [slow_gradient(model, [ids])[0] for ids in sequences]
+    assert_close(
+        gradients,
+        {name: sum(g[name] for g in expected_gradients) / 3 for name in expected_gradients[0]},
+    )
 
 
 def seen_of(model, sequences, how):

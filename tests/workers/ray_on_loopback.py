@@ -29,12 +29,12 @@ ADDRESS = "127.0.0.1:6479"
 
 
 def hands():
-    found = []
+    processes = []
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess):
             if any(part.startswith("ray::Hand") for part in process.cmdline()):
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 def attack(run, meanwhile=lambda process: None, **table):
@@ -74,8 +74,8 @@ def wait(worker, watch=lambda: None):
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         watch()
-        if (found := worker.result()) is not None:
-            return found
+        if (outcome := worker.result()) is not None:
+            return outcome
         time.sleep(0.05)
     raise AssertionError("no result")
 
@@ -92,28 +92,28 @@ def one_worker(run, folder):
         )  # fmt: skip
 
     with ray_workers(RayTable(address=ADDRESS, slots=1, shared=False), 6) as (worker,):
-        found = {}
+        readings = {}
         while not worker.free:
             time.sleep(0.1)
         seen = []
         worker.submit([job(steps=8, pause=0.4)])
         (answer,) = wait(worker, lambda: seen.append(worker.progress()))
-        found["progress"] = [each[0].step for each in seen if each]
-        found["sequences"] = answer.sequences
+        readings["progress"] = [progress[0].step for progress in seen if progress]
+        readings["sequences"] = answer.sequences
         worker.submit([job(poison=0)])
-        found["poisoned"] = repr(wait(worker))
+        readings["poisoned"] = repr(wait(worker))
         worker.submit([job(steps=1, pause=100)])
         start = time.monotonic()
-        found["late"] = repr(wait(worker))
-        found["late_after"] = time.monotonic() - start
+        readings["late"] = repr(wait(worker))
+        readings["late_after"] = time.monotonic() - start
         while not worker.free:
             time.sleep(0.1)
         worker.submit([job()])
-        found["afterwards"] = wait(worker)[0].sequences
+        readings["afterwards"] = wait(worker)[0].sequences
     with workers(["cpu"], 60) as (local,):
         local.submit([job(steps=8, pause=0)])
-        found["local"] = wait(local)[0].sequences
-    return found
+        readings["local"] = wait(local)[0].sequences
+    return readings
 
 
 def main(folder: Path) -> None:
@@ -130,20 +130,20 @@ def main(folder: Path) -> None:
                 command, check=True, stdout=subprocess.DEVNULL, timeout=120,
                 env=os.environ | {"TMPDIR": str(nodes)},
             )  # fmt: skip
-        found = {
+        outcomes = {
             "shared": attack(folder / "shared"),
             "sent": attack(folder / "sent", kill_one(folder / "sent"), shared=False),
             "interrupted": attack(folder / "interrupted", interrupt, shared=False),
         }
         time.sleep(5)
-        found["alive"] = len(hands())
-        found["again"] = attack(folder / "interrupted")
-        found["crowded"] = attack(folder / "crowded", slots=3)
-        found["worker"] = one_worker(folder / "crowded", folder)
-        found["left"] = [path.name for path in nodes.glob("fedleak-ray-*")]
+        outcomes["alive"] = len(hands())
+        outcomes["again"] = attack(folder / "interrupted")
+        outcomes["crowded"] = attack(folder / "crowded", slots=3)
+        outcomes["worker"] = one_worker(folder / "crowded", folder)
+        outcomes["left"] = [path.name for path in nodes.glob("fedleak-ray-*")]
     finally:
         shutil.rmtree(short, ignore_errors=True)
-    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.write(json.dumps(outcomes) + "\n")
 
 
 if __name__ == "__main__":

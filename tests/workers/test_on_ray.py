@@ -82,12 +82,12 @@ def test_no_cluster_at_the_address_is_a_line_in_seconds(here):
 
 
 def test_without_ray_the_extra_is_named(here, monkeypatch):
-    found = builtins.__import__
+    original_import = builtins.__import__
 
     def without(name, *rest):
         if name.partition(".")[0] == "ray":
             raise ImportError(name)
-        return found(name, *rest)
+        return original_import(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", without)
     status, _, errors = call("attack", "runs/small", "--set", ON_RAY.format(1))
@@ -119,8 +119,8 @@ def test_what_a_killed_actor_has_left_is_removed_by_the_next(tmp_path, monkeypat
 
 
 def answers(run):
-    given = (each.model_copy(update={"seconds": None}) for each in read_answers(run))
-    return sorted(given, key=lambda one: one.id)
+    given = (row.model_copy(update={"seconds": None}) for row in read_answers(run))
+    return sorted(given, key=lambda row: row.id)
 
 
 ALONE = ["unshare", "--map-root-user", "--net", "--pid", "--fork", "--mount-proc", "--kill-child"]
@@ -147,25 +147,25 @@ def test_two_raylets_on_loopback_give_the_local_answers(trained, tmp_path):
         capture_output=True, text=True, timeout=1700, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    outcomes = json.loads(done.stdout.splitlines()[-1])
     assert len(answers(local)) == 9
     for name in ("shared", "sent"):
-        assert found[name]["status"] == 0, found[name]["printed"]
+        assert outcomes[name]["status"] == 0, outcomes[name]["printed"]
         assert answers(Run(tmp_path / name)) == answers(local)
     tries = (tmp_path / "sent" / "attempts.jsonl").read_text().splitlines()
     assert {json.loads(line)["reason"] for line in tries} == {"the worker process died"}
-    assert found["interrupted"]["status"] == 130
-    assert "stopped; the same command again finishes the rest" in found["interrupted"]["printed"]
-    assert found["alive"] == 0
-    assert found["again"]["status"] == 0, found["again"]["printed"]
+    assert outcomes["interrupted"]["status"] == 130
+    assert "stopped; the same command again finishes the rest" in outcomes["interrupted"]["printed"]
+    assert outcomes["alive"] == 0
+    assert outcomes["again"]["status"] == 0, outcomes["again"]["printed"]
     assert answers(Run(tmp_path / "interrupted")) == answers(local)
-    assert found["crowded"]["status"] == 1
-    assert "has 2 CPUs free, and 3 workers need 3" in found["crowded"]["printed"]
-    worker = found["worker"]
+    assert outcomes["crowded"]["status"] == 1
+    assert "has 2 CPUs free, and 3 workers need 3" in outcomes["crowded"]["printed"]
+    worker = outcomes["worker"]
     assert worker["sequences"] == worker["afterwards"] == worker["local"]
     assert worker["progress"] == sorted(worker["progress"])
     assert len(set(worker["progress"])) >= 2
     assert worker["poisoned"] == "RuntimeError('poisoned')"
     assert worker["late"] == "TimeoutError('took longer than workers.time_limit = 6 s')"
     assert 6 <= worker["late_after"] < 12
-    assert found["left"] == []
+    assert outcomes["left"] == []

@@ -70,8 +70,8 @@ def run(trained, tmp_path):
 @pytest.fixture
 def patient(tmp_path, monkeypatch):
     """Makes the attack that logs its calls; it can be named in experiments too."""
-    found = {**attacks.kinds(), "patient": Patient}
-    monkeypatch.setattr(attacks, "kinds", lambda: found)
+    kinds = {**attacks.kinds(), "patient": Patient}
+    monkeypatch.setattr(attacks, "kinds", lambda: kinds)
     return lambda **settings: Patient(str(tmp_path / "calls"), **settings)
 
 
@@ -81,18 +81,20 @@ def calls(tmp_path):
 
 def attack(run, *others, no_more=lambda: True, on=None, **how):
     """Attacks what is captured, in this process, and returns the rows without times."""
-    experiment = parse(TABLE | {"attack": [workers.settings(each) for each in others]})
+    experiment = parse(
+        TABLE | {"attack": [workers.settings(attack_instance) for attack_instance in others]}
+    )
     crew = dispatcher.Crew([on or Here()], **how)
     dispatcher.attack_captures(run, experiment, crew, no_more=no_more)
-    found = [
+    rows = [
         row | {"seconds": None, "seal": None}
         for row in run.rows(Lines("reconstructions.jsonl", dict))
     ]
-    return sorted(found, key=lambda row: (row["round"], row["client"], row["attack"]))
+    return sorted(rows, key=lambda row: (row["round"], row["client"], row["attack"]))
 
 
-def of_patient(found):
-    return {(row["round"], row["client"]): row for row in found if row["attack"] == "patient"}
+def of_patient(rows):
+    return {(row["round"], row["client"]): row for row in rows if row["attack"] == "patient"}
 
 
 def capture_file(run, round, client):
@@ -117,14 +119,14 @@ def job_of(run, attack, client, round=1):
 
 def test_clients_of_a_round_go_together_in_order(run, patient, tmp_path):
     assert isinstance(patient(), Batched)
-    found = of_patient(attack(run, patient(at_once=2)))
+    rows = of_patient(attack(run, patient(at_once=2)))
     assert calls(tmp_path) == PAIRS
-    assert [row["together"] for row in found.values()] == [2, 2, 2, 2, 1] * ROUNDS
+    assert [row["together"] for row in rows.values()] == [2, 2, 2, 2, 1] * ROUNDS
 
 
 def test_each_answer_is_what_it_is_alone(run, patient, tmp_path):
-    found = of_patient(attack(run, patient(at_once=3)))
-    for (round, client), row in found.items():
+    rows = of_patient(attack(run, patient(at_once=3)))
+    for (round, client), row in rows.items():
         (alone,) = work_together([job_of(run, patient(at_once=3), client, round)], "cpu")
         assert alone.together == 1
         kept = json.loads(alone.model_dump_json(include={"sequences", "evidence", "status"}))
@@ -176,14 +178,14 @@ def test_slow_attacks_wait_until_quick_ones_have_answered(run, patient, monkeypa
 
 
 def test_after_a_failure_each_is_tried_alone(run, patient, tmp_path):
-    found = of_patient(attack(run, patient(at_once=3, poison=1)))
+    rows = of_patient(attack(run, patient(at_once=3, poison=1)))
     of_first_round = [[c for _, c in call] for call in calls(tmp_path) if call[0][0] == 1]
     assert of_first_round[0] == [0, 1, 2]
     assert sorted(of_first_round[1:]) == [[0], [1], [1], [2], [3, 4]]
-    status = [found[1, client]["status"] for client in range(CLIENTS)]
+    status = [rows[1, client]["status"] for client in range(CLIENTS)]
     assert status == ["recovered", "failed", "recovered", "recovered", "recovered"]
-    assert found[1, 1]["reason"] == "RuntimeError: poisoned"
-    assert [found[1, client]["together"] for client in range(CLIENTS)] == [1, None, 1, 2, 2]
+    assert rows[1, 1]["reason"] == "RuntimeError: poisoned"
+    assert [rows[1, client]["together"] for client in range(CLIENTS)] == [1, None, 1, 2, 2]
     attempts = [t["client"] for t in run.rows(Lines("attempts.jsonl", dict)) if t["round"] == 1]
     assert sorted(attempts) == [0, 1, 1, 1, 2]
 
@@ -208,12 +210,12 @@ def test_a_damaged_or_infinite_capture_fails_alone(run, patient, tmp_path):
     capture = run.captures.read_capture(Key(1, 1))
     tensors = {n: torch.full_like(t, math.inf) for n, t in capture.update.tensors.items()}
     run.captures.write(replace(capture, update=replace(capture.update, tensors=tensors)))
-    found = of_patient(attack(run, patient(at_once=CLIENTS)))
-    status = [found[1, client]["status"] for client in range(CLIENTS)]
+    rows = of_patient(attack(run, patient(at_once=CLIENTS)))
+    status = [rows[1, client]["status"] for client in range(CLIENTS)]
     assert status == ["failed", "abstained", "recovered", "recovered", "recovered"]
-    assert "is damaged" in found[1, 0]["reason"]
-    assert "not every number" in found[1, 1]["reason"]
-    assert [found[1, client]["together"] for client in range(CLIENTS)] == [None, None, 3, 3, 3]
+    assert "is damaged" in rows[1, 0]["reason"]
+    assert "not every number" in rows[1, 1]["reason"]
+    assert [rows[1, client]["together"] for client in range(CLIENTS)] == [None, None, 3, 3, 3]
     assert calls(tmp_path)[0] == [[1, 2], [1, 3], [1, 4]]
     assert run.rows(Lines("attempts.jsonl", dict)) == []
 
@@ -221,9 +223,9 @@ def test_a_damaged_or_infinite_capture_fails_alone(run, patient, tmp_path):
 def test_a_capture_that_vanishes_after_it_was_handed_out_fails_alone(run, patient):
     jobs = [job_of(run, patient(), client) for client in (0, 1)]
     capture_file(run, 1, 0).unlink()
-    lost, found = work_together(jobs, "cpu")
-    assert (lost.status, found.status) == (Status.FAILED, Status.RECOVERED)
-    assert (lost.together, found.together) == (None, 1)
+    lost, answered = work_together(jobs, "cpu")
+    assert (lost.status, answered.status) == (Status.FAILED, Status.RECOVERED)
+    assert (lost.together, answered.together) == (None, 1)
 
 
 @pytest.mark.slow
@@ -248,8 +250,8 @@ def wait(worker, watch=lambda: None):
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         watch()
-        if (found := worker.result()) is not None:
-            return found
+        if (outcome := worker.result()) is not None:
+            return outcome
         time.sleep(0.02)
     raise AssertionError("no result")
 
@@ -262,13 +264,13 @@ def test_a_worker_says_how_far_it_is_and_has_its_time_for_each_capture(run, pati
         seen = []
         worker.submit(jobs)
         answers = wait(worker, lambda: seen.append(worker.progress()))
-        assert [(each.client, each.together) for each in answers] == [(1, 3), (0, 3), (4, 3)]
-        assert all(2.8 / 3 <= each.seconds < 2 for each in answers)
+        assert [(answer.client, answer.together) for answer in answers] == [(1, 3), (0, 3), (4, 3)]
+        assert all(2.8 / 3 <= answer.seconds < 2 for answer in answers)
         assert worker.jobs == ()
         assert seen[0] == {}
         assert set(seen[-1]) == {0, 1, 4}
         assert seen[-1][4] == Progress(seen[-1][4].step, 14, 0.5, "text 4")
-        steps = {one[4].step for one in seen if 4 in one}
+        steps = {progress[4].step for progress in seen if 4 in progress}
         assert 2 <= len(steps) <= 6, "about once a second"
         worker.submit(jobs[:1])
         assert worker.progress() == {}, "of an earlier try"
@@ -468,25 +470,25 @@ def test_a_run_tells_what_is_under_way(run, patient):
         answer = Future()
 
         def result(self):
-            return super().result() if told and told[-1].under_way else None
+            return super().result() if reports and reports[-1].under_way else None
 
         def progress(self):
             return {self.jobs[0].key.client: Progress(1, 3, 0.5, "text")}
 
-    told = []
-    attack(run, patient(), on=Busy(), report=told.append)
-    doing = [one for each in told for one in each.under_way]
+    reports = []
+    attack(run, patient(), on=Busy(), report=reports.append)
+    doing = [task for report in reports for task in report.under_way]
     names = ["patient", "patient", "patient", *["probes"] * CLIENTS] * ROUNDS
-    assert sorted(one.attack for one in doing) == sorted(names)
-    pairs = [one for one in doing if one.attack == "patient"]
-    assert [[[one.round, client] for client in one.clients] for one in pairs] == PAIRS
+    assert sorted(task.attack for task in doing) == sorted(names)
+    pairs = [task for task in doing if task.attack == "patient"]
+    assert [[[task.round, client] for client in task.clients] for task in pairs] == PAIRS
     assert pairs[1].progress == {2: Progress(1, 3, 0.5, "text")}
-    last = told[-1]
+    last = reports[-1]
     assert last[:4] == (10, 10, 20, 20)
     assert (last.rounds, last.rounds_expected, last.seconds_left) == (ROUNDS, ROUNDS, 0)
-    finished = [(one.attack, one.key) for each in told for one in each.finished]
+    finished = [(answer.attack, answer.key) for report in reports for answer in report.finished]
     assert len(finished) == len(set(finished)) == 20
-    assert told[0].seconds_left is None, "nothing has been measured"
+    assert reports[0].seconds_left is None, "nothing has been measured"
 
 
 @pytest.mark.slow

@@ -46,18 +46,18 @@ def written(changes: Mapping[str, Any]) -> str:
     return toml(BASE | dict(changes))
 
 
-def check(found: Outcome, *says: str, status: int = 2) -> None:
+def check(outcome: Outcome, *says: str, status: int = 2) -> None:
     """Asserts that a command ended with a line that a user can act on, and without a traceback."""
-    assert not found.crash, found.crash
-    assert found.status == status, found.err or found.out
-    lines = found.err.splitlines()
+    assert not outcome.crash, outcome.crash
+    assert outcome.status == status, outcome.err or outcome.out
+    lines = outcome.err.splitlines()
     assert lines, "nothing was said"
-    assert lines[-1].startswith("fedleak: "), found.err
-    assert len(lines) <= 5, found.err
+    assert lines[-1].startswith("fedleak: "), outcome.err
+    assert len(lines) <= 5, outcome.err
     for part in says:
-        assert part in found.err, f"{part!r} is not in: {found.err}"
+        assert part in outcome.err, f"{part!r} is not in: {outcome.err}"
     # What, got what, do what: never a bare statement.
-    assert re.search(r"[:;(]", found.err.removeprefix("fedleak: ")), found.err
+    assert re.search(r"[:;(]", outcome.err.removeprefix("fedleak: ")), outcome.err
 
 
 @pytest.fixture(autouse=True)

@@ -72,10 +72,10 @@ USAGE = [
 
 @pytest.mark.parametrize("arguments", USAGE, ids=" ".join)
 def test_usage(fedleak, folder: Path, arguments: tuple[str, ...]) -> None:
-    found = fedleak(*arguments)
-    assert not found.crash
-    assert found.status == 2
-    assert "Usage" in found.err + found.out
+    outcome = fedleak(*arguments)
+    assert not outcome.crash
+    assert outcome.status == 2
+    assert "Usage" in outcome.err + outcome.out
 
 
 def test_runs_is_a_file(run, refused, folder: Path) -> None:

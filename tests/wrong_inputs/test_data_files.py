@@ -145,10 +145,10 @@ def test_a_data_file_that_is_wrong(run, refused, folder: Path, case: str) -> Non
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
     columns = {"data.text": "text", "data.label": "label"}
-    found = run({"data.name": name, **columns, **changes})
-    refused(found, *says)
+    outcome = run({"data.name": name, **columns, **changes})
+    refused(outcome, *says)
     for word in ("gemma", "carries", "gemm\xe1"):
-        assert word not in found.err
+        assert word not in outcome.err
     assert not (folder / "runs").exists()
 
 

@@ -92,18 +92,20 @@ def test_a_damaged_file(
         path.unlink()
     else:
         path.write_bytes(changed)
-    found = fedleak(*COMMANDS[command])
-    assert not found.crash, found.crash
-    assert found.status in (0, 1, 2)
-    if found.status == 0:
+    outcome = fedleak(*COMMANDS[command])
+    assert not outcome.crash, outcome.crash
+    assert outcome.status in (0, 1, 2)
+    if outcome.status == 0:
         # All is there, as it was, and can be read again.
         assert scored(folder) == before
         if command != "purge":  # which promises no more than that rows stay
             assert fedleak("score", "runs/b").status == 0
         return
-    refused(found, status=found.status)
+    refused(outcome, status=outcome.status)
     # The file, or what was in it and the command that makes it anew.
-    assert file.split("/")[-1].split(".")[0] in found.err or "`fedleak " in found.err, found.err
+    assert file.split("/")[-1].split(".")[0] in outcome.err or "`fedleak " in outcome.err, (
+        outcome.err
+    )
     if file != "leakage.jsonl" and damage != "gone":
         kept = scored(folder)
         assert all(row in before or row["status"] == "failed" for row in kept)
@@ -125,6 +127,8 @@ def test_a_capture_of_another_run_is_not_attacked(
     assert fedleak("run", "e.toml").status == 0
     other = finished / "runs/b/captures/r0001-c01.safetensors"
     shutil.copy(other, folder / "runs/b/captures/r0001-c01.safetensors")
-    found = fedleak("attack", "runs/b", "--set", 'attack=[{kind="keyspan", name="again", beam=2}]')
-    assert found.status == 1
-    assert "r0001-c01" in found.err
+    outcome = fedleak(
+        "attack", "runs/b", "--set", 'attack=[{kind="keyspan", name="again", beam=2}]'
+    )
+    assert outcome.status == 1
+    assert "r0001-c01" in outcome.err
