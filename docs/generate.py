@@ -99,8 +99,8 @@ def tables(schema: Mapping[str, Any]) -> Iterator[str]:
         table = schema["$defs"][name]
         fields, below = {}, []
         for key, field in table["properties"].items():
-            if (of := _table_of(field)) is not None:
-                below.append((f"{path}.{key}", of))
+            if (table_name := _table_of(field)) is not None:
+                below.append((f"{path}.{key}", table_name))
             else:
                 fields[key] = field
         yield f"### `[{path}]`\n\n{_about(table['description'])}\n"
@@ -142,25 +142,25 @@ def settings(kinds: Mapping[str, type]) -> Iterator[str]:
 
 def meanings(cls: type) -> dict[str, str]:
     """Returns what the section "Attributes" of a class and of its bases says of each field."""
-    found: dict[str, str] = {}
+    meaning_of: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         _, _, section = (inspect.cleandoc(base.__doc__ or "")).partition("Attributes:\n")
         entries = re.findall(r"^    (\w[\w, ]*): (.*(?:\n {6,}.*)*)", section, re.MULTILINE)
         for names, text in entries:
             # A setting that is None in the code is one that a file leaves out.
             text = re.sub(r"\bNone:", "left out:", " ".join(text.split()))
-            found |= dict.fromkeys(names.split(", "), re.sub(r"\. left", ". Left", text))
-    return found
+            meaning_of |= dict.fromkeys(names.split(", "), re.sub(r"\. left", ". Left", text))
+    return meaning_of
 
 
 def value(schema: Mapping[str, Any]) -> str:
     """Returns what a value of a schema may be, in words."""
     if "anyOf" in schema:
-        kinds = [value(one) for one in schema["anyOf"] if one.get("type") != "null"]
+        kinds = [value(option) for option in schema["anyOf"] if option.get("type") != "null"]
         return " or ".join(kinds)
     if "enum" in schema or "const" in schema:
         return ", ".join(
-            f"`{json.dumps(one)}`" for one in schema.get("enum", [schema.get("const")])
+            f"`{json.dumps(choice)}`" for choice in schema.get("enum", [schema.get("const")])
         )
     if schema["type"] == "array":
         items = re.sub("^(whole number|number|text|table)", r"\1s", value(schema["items"]))
@@ -180,13 +180,13 @@ def value(schema: Mapping[str, Any]) -> str:
         "exclusiveMaximum": "below {:,}",
         "maxLength": "at most {:,} characters",
     }
-    said = [text.format(schema[key]) for key, text in bounds.items() if key in schema]
-    return ", ".join([words, *said])
+    limits = [text.format(schema[key]) for key, text in bounds.items() if key in schema]
+    return ", ".join([words, *limits])
 
 
 def _table_of(field: Mapping[str, Any]) -> str | None:
     """Returns the name of the table that a field holds, or None."""
-    refs = [one["$ref"] for one in (field, *field.get("anyOf", ())) if "$ref" in one]
+    refs = [option["$ref"] for option in (field, *field.get("anyOf", ())) if "$ref" in option]
     return refs[0].rpartition("/")[2] if refs else None
 
 
@@ -209,12 +209,14 @@ def _default(default: Any) -> str:
     if default is None:
         return "left out"
     if isinstance(default, list) and default and isinstance(default[0], dict):
-        return f"`[{', '.join(_inline(each) for each in default)}]`"
+        return f"`[{', '.join(_inline(table) for table in default)}]`"
     return f"`{json.dumps(default)}`"
 
 
 def _inline(table: Mapping[str, Any]) -> str:
-    return "{ " + ", ".join(f"{key} = {json.dumps(each)}" for key, each in table.items()) + " }"
+    return (
+        "{ " + ", ".join(f"{key} = {json.dumps(setting)}" for key, setting in table.items()) + " }"
+    )
 
 
 def _about(description: str) -> str:

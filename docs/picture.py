@@ -39,13 +39,13 @@ def picture(run: Run) -> str:
     with run.lock():
         scored = scoring.score_run(run)
     name = run.read_document(SUMMARY).name
-    short = [one for one in best_examples(scored) if len(one[1].truth) < WIDTH - 11]
+    short = [example for example in best_examples(scored) if len(example[1].truth) < WIDTH - 11]
     console.print("some private texts, and what the server read\n", style="italic")
     for attack, pair in short[:TEXTS]:
         console.print(f"  [bold]private[/]  {markup(pair.truth)}")
         console.print(f"  [bold red]{markup(f'{attack:<7}')}[/]  {markup(pair.answer or '')}")
     console.print()
-    rows = [one.row for one in scored]
+    rows = [answer.row for answer in scored]
     print_table(console, leakage_table(name, rows, shares(rows), run.rows(LEDGER)))
     return console.export_svg(
         title="fedleak run", theme=MONOKAI, code_format=FORMAT, unique_id="quickstart"

@@ -74,26 +74,26 @@ def reading(rows: Sequence[LeakageRow]) -> Reading | None:
     )
 
 
-def shortfall(found: Mapping[str, Reading]) -> str:
+def shortfall(summaries: Mapping[str, Reading]) -> str:
     """Returns where `auto` reads less than the best single attack, and whether it is certain.
 
     That is `below`, in bold, where the single attack's mean is above the upper end of the interval
     of `auto`; else it is within that interval.
     """
-    singles = {name: one for name, one in found.items() if name != AUTO}
-    if AUTO not in found or not singles:
+    singles = {name: summary for name, summary in summaries.items() if name != AUTO}
+    if AUTO not in summaries or not singles:
         return "not measured"
-    told = []
+    shortfalls = []
     for metric, heading, scale in (("exact", "exact", 100), ("rougeL", "ROUGE-L", 1)):
-        ours = getattr(found[AUTO], metric)
+        ours = getattr(summaries[AUTO], metric)
         name, best = max(
-            ((name, getattr(one, metric)) for name, one in singles.items()),
-            key=lambda each: each[1].mean,
+            ((name, getattr(summary, metric)) for name, summary in singles.items()),
+            key=lambda pair: pair[1].mean,
         )
         if best.mean > ours.mean:
             where = "**below**" if best.mean > ours.high else "within"
-            told.append(f"{where}: {heading} {scale * best.mean:.0f} of {name}")
-    return "<br>".join(told) or "-"
+            shortfalls.append(f"{where}: {heading} {scale * best.mean:.0f} of {name}")
+    return "<br>".join(shortfalls) or "-"
 
 
 def main() -> int:
@@ -136,7 +136,10 @@ def markdown(grids: Sequence[Sweep]) -> Iterator[str]:
     keys = list(dict.fromkeys(key for grid in grids for key in grid.axes))
     attacks = list(
         dict.fromkeys(
-            each.name for grid in grids for cell in grid.cells for each in cell.experiment.attacks
+            attack.name
+            for grid in grids
+            for cell in grid.cells
+            for attack in cell.experiment.attacks
         )
     )
     attacks = sorted((name for name in attacks if name != "probes"), key=lambda name: name != AUTO)
@@ -151,9 +154,9 @@ def markdown(grids: Sequence[Sweep]) -> Iterator[str]:
                 continue
             scored = run.rows(LEAKAGE)
             tried = {name: reading([r for r in scored if r.attack == name]) for name in attacks}
-            found = {name: one for name, one in tried.items() if one is not None}
-            figures = [_figures(found.get(name)) for name in attacks]
-            rows.append([*about, *figures, shortfall(found)])
+            summaries = {name: summary for name, summary in tried.items() if summary is not None}
+            figures = [_figures(summaries.get(name)) for name in attacks]
+            rows.append([*about, *figures, shortfall(summaries)])
     yield ""
     yield from _in_all(rows, missing)
     yield ""
@@ -172,19 +175,21 @@ def _in_all(rows: Sequence[Sequence[str]], missing: int) -> Iterator[str]:
     )
 
 
-def _figures(one: Reading | None) -> str:
+def _figures(summary: Reading | None) -> str:
     """Returns the figures of an attack in one cell of the table."""
-    if one is None:
+    if summary is None:
         return "cannot"
-    seconds = f"{one.seconds:.1f} s"
-    if not one.answers:
+    seconds = f"{summary.seconds:.1f} s"
+    if not summary.answers:
         return f"no answer<br>{seconds}"
-    some = f" ({one.answers} of {one.rows} answered)" if one.answers < one.rows else ""
-    return f"{_interval(one.exact, 100)}<br>{_interval(one.rougeL, 1)}<br>{seconds}{some}"
+    some = (
+        f" ({summary.answers} of {summary.rows} answered)" if summary.answers < summary.rows else ""
+    )
+    return f"{_interval(summary.exact, 100)}<br>{_interval(summary.rougeL, 1)}<br>{seconds}{some}"
 
 
 def _interval(value: Interval, scale: float) -> str:
-    mean, low, high = (scale * each for each in value)
+    mean, low, high = (scale * figure for figure in value)
     return f"{mean:.0f} [{low:.0f}, {high:.0f}]"
 
 
@@ -195,7 +200,7 @@ def _model(cell: Cell) -> str:
 def _word(key: str, value: Any) -> str:
     """Returns a cell's value of a key; of a family its name and its strength."""
     if key == FAMILY and isinstance(value, dict):
-        return " ".join(in_words(value[each]) for each in ("kind", "strength") if each in value)
+        return " ".join(in_words(value[part]) for part in ("kind", "strength") if part in value)
     return in_words(value)
 
 

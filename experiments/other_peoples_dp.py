@@ -76,10 +76,10 @@ def opacus() -> Iterator[str]:
             findings, epsilon = opacus_run(noise, poisson)
             whole = findings.training
             bounds = map(shown, (whole.gaussian, whole.f_dp, whole.epsilon_delta))
-            said = "; ".join(findings.alarms) or "no"
+            alarms = "; ".join(findings.alarms) or "no"
             yield (
                 f"| Opacus, {sampling}, {findings.steps} steps{name} | {epsilon:.2f} | "
-                f"{' | '.join(bounds)} | {said} |"
+                f"{' | '.join(bounds)} | {alarms} |"
             )
 
 
@@ -293,8 +293,8 @@ def flower_row(
     row = privacy.bounds(scores, secret, **arguments)
     sure = privacy.bounds(scores, secret, **arguments, confidence=1 - 0.001 / 3)
     bounds = map(shown, (row.gaussian, row.f_dp, row.epsilon_delta))
-    said = f"**yes**: at least {sure.largest:.3g}" if sure.largest > announced else "no"
-    return f"| Flower, {name} | {announced:.2f} | {' | '.join(bounds)} | {said} |"
+    verdict = f"**yes**: at least {sure.largest:.3g}" if sure.largest > announced else "no"
+    return f"| Flower, {name} | {announced:.2f} | {' | '.join(bounds)} | {verdict} |"
 
 
 if __name__ == "__main__":

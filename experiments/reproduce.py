@@ -86,14 +86,17 @@ def read(path: Path) -> Table:
     if not path.is_file():
         raise ConfigError(f"experiment file {str(path)!r}: there is no such file")
     beside = path.parent / "paper" / path.name
-    found = tomllib.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else {}
-    sweeps = found.get("sweep", [{"file": path.name}])
+    published = tomllib.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else {}
+    sweeps = published.get("sweep", [{"file": path.name}])
     lines = [
-        found.get("always", {}) | dict(zip(found["columns"], row, strict=True))
-        for row in found.get("rows", [])
+        published.get("always", {}) | dict(zip(published["columns"], row, strict=True))
+        for row in published.get("rows", [])
     ]
     return Table(
-        tuple((path.parent / one["file"], tuple(one.get("set", ()))) for one in sweeps),
+        tuple(
+            (path.parent / sweep_table["file"], tuple(sweep_table.get("set", ())))
+            for sweep_table in sweeps
+        ),
         tuple(
             Published(
                 {key: value for key, value in line.items() if key not in METRICS},
@@ -153,7 +156,7 @@ def markdown(table: Table, grids: Sequence[Sweep]) -> Iterator[str]:
         rows, settings = scored(run), run.info()["experiment"]
         expected = len(expected_captures(Experiment.model_validate(settings)))
         about = [_word(_at(settings, key)) for key in axes]
-        for attack in [asked.get("name", asked["kind"]) for asked in settings["attack"]]:
+        for attack in [spec.get("name", spec["kind"]) for spec in settings["attack"]]:
             of_attack = [row for row in rows if row.attack == attack]
             if of_attack:
                 published = table.scores(settings, attack)
@@ -175,8 +178,8 @@ def scored(run: Run) -> list[LeakageRow]:
 
 def mean(rows: Sequence[LeakageRow], field: str) -> Interval | None:
     """Returns the mean of what was measured, with its interval."""
-    found = [(getattr(row, field), row.client) for row in rows if getattr(row, field) is not None]
-    return clustered_mean(*zip(*found, strict=True), most=100.0) if found else None
+    pairs = [(getattr(row, field), row.client) for row in rows if getattr(row, field) is not None]
+    return clustered_mean(*zip(*pairs, strict=True), most=100.0) if pairs else None
 
 
 def _figures(
@@ -214,7 +217,9 @@ def _axis(key: str, values: Sequence[Any]) -> str:
     first = values[0]
     if not isinstance(first, dict):
         return key
-    different = (inner for inner in first if any(first[inner] != of.get(inner) for of in values))
+    different = (
+        inner for inner in first if any(first[inner] != table.get(inner) for table in values)
+    )
     return f"{key}.{next(different, next(iter(first)))}"
 
 

@@ -87,12 +87,19 @@ RECORDED = (
 def record(folder: Path) -> None:
     """Runs what is compared; results are below `folder/runs`."""
     folder.mkdir(parents=True, exist_ok=True)
-    for each in RECORDED:
-        if each.assets and "FEDLEAK_ASSETS" not in os.environ:
-            print(f"left out, for FEDLEAK_ASSETS is not set: {each.file}", file=sys.stderr)
+    for recorded in RECORDED:
+        if recorded.assets and "FEDLEAK_ASSETS" not in os.environ:
+            print(f"left out, for FEDLEAK_ASSETS is not set: {recorded.file}", file=sys.stderr)
             continue
-        sets = [word for setting in each.settings for word in ("--set", setting)]
-        command = [sys.executable, "-m", "fedleak", each.command, str(HERE / each.file), *sets]
+        sets = [word for setting in recorded.settings for word in ("--set", setting)]
+        command = [
+            sys.executable,
+            "-m",
+            "fedleak",
+            recorded.command,
+            str(HERE / recorded.file),
+            *sets,
+        ]
         subprocess.run(command, cwd=folder, check=True)
 
 
@@ -129,11 +136,15 @@ def _plain(value: Any, ignored: Collection[str], renamed: Mapping[str, str]) -> 
     """Returns a JSON value without the ignored fields, and with the new names of others."""
     if isinstance(value, dict):
         return {
-            renamed.get(key, key): _plain(each, ignored, renamed)
-            for key, each in value.items()
+            renamed.get(key, key): _plain(field, ignored, renamed)
+            for key, field in value.items()
             if key not in ignored
         }
-    return [_plain(each, ignored, renamed) for each in value] if isinstance(value, list) else value
+    return (
+        [_plain(element, ignored, renamed) for element in value]
+        if isinstance(value, list)
+        else value
+    )
 
 
 def _apart(old: Any, new: Any, path: str = "") -> Iterator[str]:
@@ -164,12 +175,12 @@ def main() -> None:
     if given.command == "record":
         record(given.folder)
         return
-    renamed = dict(each.split("=", 1) for each in given.renamed)
-    found = list(differences(given.before, given.after, {*given.ignore, *NEVER_THE_SAME}, renamed))
-    for line in found[:MOST_SHOWN]:
+    renamed = dict(renaming.split("=", 1) for renaming in given.renamed)
+    lines = list(differences(given.before, given.after, {*given.ignore, *NEVER_THE_SAME}, renamed))
+    for line in lines[:MOST_SHOWN]:
         print(line)
-    if found:
-        sys.exit(f"{len(found)} differences")
+    if lines:
+        sys.exit(f"{len(lines)} differences")
     print("the same")
 
 

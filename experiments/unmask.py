@@ -54,9 +54,9 @@ def main() -> None:
     seeds, noise = 100_000, np.random.default_rng(0).integers(0, MODULUS, TRIED)
     start = time.process_time()
     pair_seed(noise, range(seeds))
-    each = (time.process_time() - start) / seeds
-    hours = each * MODULUS / 3600
-    print(f"{1e6 * each:.1f} microseconds of a core for a seed")
+    seed_seconds = (time.process_time() - start) / seeds
+    hours = seed_seconds * MODULUS / 3600
+    print(f"{1e6 * seed_seconds:.1f} microseconds of a core for a seed")
     print("| clients that do not collude | seeds to find together | work |\n|---|---|---|")
     print(f"| 2 | 1 | 2^32 seeds: {hours:.1f} core hours |")
     print(f"| 3 | 2 | two lists of 2^32, matched: {2 * hours:.1f} core hours, 64 GB |")

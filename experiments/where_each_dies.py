@@ -82,27 +82,27 @@ def main() -> int:
 
 def finished(collected: SweepSummary, family: str) -> Cells:
     """Returns the cells of a family that were measured; the one without a defense is of each."""
-    found = {}
+    cells = {}
     for cell in collected.cells:
-        of = cell.values[FAMILY]
-        if cell.status == "finished" and isinstance(of, dict):
-            if of["kind"] == family:
-                found[float(str(of["strength"]))] = cell
-            elif of["kind"] == UNDEFENDED and family == ATTACKS:
-                found[0.0] = cell
-    return dict(sorted(found.items()))
+        setting = cell.values[FAMILY]
+        if cell.status == "finished" and isinstance(setting, dict):
+            if setting["kind"] == family:
+                cells[float(str(setting["strength"]))] = cell
+            elif setting["kind"] == UNDEFENDED and family == ATTACKS:
+                cells[0.0] = cell
+    return dict(sorted(cells.items()))
 
 
 def who_was_in(cell: CellSummary) -> MembershipFigures | None:
     """Returns the figures of the score that is drawn."""
     figures = () if cell.membership is None else cell.membership.figures
-    return next((each for each in figures if each.score == SCORE), None)
+    return next((row for row in figures if row.score == SCORE), None)
 
 
 def together(cell: CellSummary) -> CanaryBound | None:
     """Returns the bounds of all clients' canaries together."""
     bounds = () if cell.canary is None else cell.canary.bounds
-    return next((each for each in bounds if each.client == EVERYONE), None)
+    return next((bound for bound in bounds if bound.client == EVERYONE), None)
 
 
 def markdown(attacks: Cells, canaries: Cells, missing: int) -> Iterator[str]:
@@ -136,23 +136,23 @@ def markdown(attacks: Cells, canaries: Cells, missing: int) -> Iterator[str]:
 
 
 def _attacked(cell: CellSummary) -> list[str]:
-    read, told = ["no answer", "no answer"], ["-", "-"]
-    worst, found = cell.worst_case, who_was_in(cell)
+    read, membership = ["no answer", "no answer"], ["-", "-"]
+    worst, figures = cell.worst_case, who_was_in(cell)
     if worst is not None and worst.exact_match is not None and worst.rougeL is not None:
         control = worst.control_rougeL
         other = "" if control is None else f" ({control.mean:.0f})"
         read = [interval(worst.exact_match, 100), interval(worst.rougeL, 1) + other]
-    if found is not None:
-        told = [interval(found.auc, places=2), _bound(found.epsilon)]
-    return [*read, *told]
+    if figures is not None:
+        membership = [interval(figures.auc, places=2), _bound(figures.epsilon)]
+    return [*read, *membership]
 
 
 def _audited(cell: CellSummary) -> list[str]:
-    found = together(cell)
-    if found is None:
+    bound = together(cell)
+    if bound is None:
         return NOT_RUN * 4
-    accounted = found.epsilon if isinstance(found.epsilon, str) else f"{found.epsilon:.3g}"
-    return [accounted, _bound(found.gaussian), _bound(found.f_dp), _bound(found.epsilon_delta)]
+    accounted = bound.epsilon if isinstance(bound.epsilon, str) else f"{bound.epsilon:.3g}"
+    return [accounted, _bound(bound.gaussian), _bound(bound.f_dp), _bound(bound.epsilon_delta)]
 
 
 def _bound(epsilon: float | None) -> str:

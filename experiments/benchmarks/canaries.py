@@ -79,9 +79,9 @@ def cost(case: Case, args: argparse.Namespace) -> Iterator[str]:
     spawn, plain = multiprocessing.get_context("spawn"), None
     for count in COUNTS:
         with ProcessPoolExecutor(1, mp_context=spawn) as pool:
-            found = pool.submit(_cost, case, count, args.repeats).result()
-        plain = plain or found
-        seconds, mib = found
+            costs = pool.submit(_cost, case, count, args.repeats).result()
+        plain = plain or costs
+        seconds, mib = costs
         yield (
             f"| {count} | {1000 * seconds:.0f} | {seconds / plain[0]:.2f} | {mib:.0f} | "
             f"{mib / plain[1]:.2f} |"
@@ -151,14 +151,14 @@ def bounds(case: Case, args: argparse.Namespace) -> Iterator[str]:
             # Other seeds for each sigma: so their errors are independent.
             canaries, coins_K, update = _update(model, case, 1024, sigma, int(1000 * sigma) + seed)
             assert canaries is not None
-            found_K = canaries.score(update)
-            inside += found_K[coins_K.numpy()].tolist()
-            outside += found_K[~coins_K.numpy()].tolist()
+            scores_K = canaries.score(update)
+            inside += scores_K[coins_K.numpy()].tolist()
+            outside += scores_K[~coins_K.numpy()].tolist()
         medians = []
         for size in (64, 256, 1024):
             groups = [inside[at : at + size] for at in range(0, len(inside) - size + 1, size)]
-            each = [gaussian_bound(group, 0.05, DELTA) for group in groups]
-            medians.append(f"{statistics.median(each):.2f}")
+            group_bounds = [gaussian_bound(group, 0.05, DELTA) for group in groups]
+            medians.append(f"{statistics.median(group_bounds):.2f}")
         yield (
             f"| {sigma:g} | {gaussian_epsilon(1 / sigma, DELTA):.2f} | "
             f"{sigma * statistics.mean(inside):.3f} | {statistics.stdev(inside):.3f} | "
@@ -172,7 +172,7 @@ def utility(case: Case, args: argparse.Namespace) -> Iterator[str]:
     from fedleak.flower.engines import train  # it takes seconds to import
 
     figures: dict[int, list[tuple[float, float]]] = {0: [], 64: []}
-    for count, found in figures.items():
+    for count, pairs in figures.items():
         for seed in range(args.seeds):
             table = {
                 "name": "utility",
@@ -189,10 +189,10 @@ def utility(case: Case, args: argparse.Namespace) -> Iterator[str]:
                 run = preparation.prepare(experiment, Path(folder, "run"))
                 train(run, experiment, lambda: False)
                 last = run.rows(UTILITY)[-1].figures
-            found.append((float(last["loss"] or 0), float(last["accuracy"] or 0)))
+            pairs.append((float(last["loss"] or 0), float(last["accuracy"] or 0)))
     yield "| | without | with | mean difference | its standard error |\n|---|---|---|---|---|"
     for place, name in enumerate(("loss", "accuracy")):
-        without, with_them = ([each[place] for each in figures[count]] for count in (0, 64))
+        without, with_them = ([pair[place] for pair in figures[count]] for count in (0, 64))
         apart = [b - a for a, b in zip(without, with_them, strict=True)]
         error = statistics.stdev(apart) / math.sqrt(len(apart))
         yield (

@@ -22,15 +22,15 @@ def now(device: torch.device) -> float:
 
 
 def in_turns(
-    each: Sequence[Callable[[], object]], repeats: int, device: torch.device = CPU
+    actions: Sequence[Callable[[], object]], repeats: int, device: torch.device = CPU
 ) -> list[float]:
-    """Returns the median of the seconds that each takes, in turns."""
+    """Returns the median of the seconds that each action takes, in turns."""
     if device.type != "cpu":
-        for do in each:
+        for do in actions:
             do()  # the first call on a GPU loads its kernels
-    seconds: list[list[float]] = [[] for _ in each]
+    seconds: list[list[float]] = [[] for _ in actions]
     for _ in range(repeats):
-        for taken, do in zip(seconds, each, strict=True):
+        for taken, do in zip(seconds, actions, strict=True):
             begin = now(device)
             do()
             taken.append(now(device) - begin)
@@ -55,6 +55,6 @@ def _peak_of_cpu(do: Callable[[], object]) -> float:
         path = Path(folder, "trace.json")
         seen.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-    held = [one["args"] for one in events if one["name"] == "[memory]"]
+    held = [event["args"] for event in events if event["name"] == "[memory]"]
     before = held[0]["Total Allocated"] - held[0]["Bytes"]
-    return float(max(one["Total Allocated"] for one in held) - before)
+    return float(max(allocation["Total Allocated"] for allocation in held) - before)

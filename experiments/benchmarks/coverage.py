@@ -148,10 +148,10 @@ def lines(counts: Sequence[int], samples: int) -> Iterator[str]:
     )
     for population in POPULATIONS:
         for clients in counts:
-            found = misses(population, clients, samples)
+            missed = misses(population, clients, samples)
             none = differences(population, clients, samples)
-            percents = [f"{100 * share:.1f}" for share in (*found, *none)]
-            percents[4] = f"{found.width:.2f}"
+            percents = [f"{100 * share:.1f}" for share in (*missed, *none)]
+            percents[4] = f"{missed.width:.2f}"
             yield f"| {population.name} | {clients} | {' | '.join(percents)} |"
 
 

@@ -76,7 +76,7 @@ def main() -> None:
     )
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--noise", type=float, nargs="+", default=[0.0, 0.3, 3.0, 30.0])
-    parser.add_argument("--attacks", nargs="+", default=[one.kind for one in ATTACKS])
+    parser.add_argument("--attacks", nargs="+", default=[attack.kind for attack in ATTACKS])
     parser.add_argument("--batches", type=int, default=4, help="of each line")
     parser.add_argument("--seconds", type=float, default=20.0, help="for an update")
     parser.add_argument("--told", nargs="*", default=["lengths", "labels"])
@@ -102,10 +102,10 @@ def main() -> None:
                         timed = attack(seconds=args.seconds)
                         answers.append(ask(timed, model, corpus, size, noise, batch, args))
                         if args.json:
-                            kept = [one._asdict() for one in answers]
+                            kept = [answer._asdict() for answer in answers]
                             args.json.write_text(json.dumps(kept, indent=1) + "\n")
             for attack in ATTACKS:
-                some = [one for one in answers if one[:3] == (size, noise, attack.kind)]
+                some = [answer for answer in answers if answer[:3] == (size, noise, attack.kind)]
                 if some:
                     print(line(some), flush=True)
     print(f"\n{'batch':>5} {'attack':<18} {'its ms':>9} {'auto ms':>9} {'step ms':>9} {'ratio':>6}")
@@ -133,12 +133,12 @@ def observed(
         labels=tuple(corpus.labels[at][i] for i in order),
         noise_scale=scale,
     )
-    told = replace(
+    knowledge = replace(
         Knowledge(local_steps=1, dropout=False),
         **{name: getattr(facts, name) for name in args.told},
     )
     update = ClientUpdate(UpdateKind.GRADIENT, tensors, size)
-    return Observation(round=1, client=0, update=update, knowledge=told), [*map(tuple, ids)]
+    return Observation(round=1, client=0, update=update, knowledge=knowledge), [*map(tuple, ids)]
 
 
 def local(size: int) -> LocalTraining:
@@ -163,8 +163,8 @@ def ask(
     answer = attack(seen, model, rng=stream(args.seed, attack.kind, batch))
     seconds = time.process_time() - begin
     special = model.special_ids()
-    truth, found = (
-        [tuple(t for t in one if t not in special) for one in sequences]
+    truth, recovered = (
+        [tuple(t for t in sequence if t not in special) for sequence in sequences]
         for sequences in (ids, (answer.sequences or ())[:size])
     )
     return Answer(
@@ -172,20 +172,20 @@ def ask(
         noise=noise,
         attack=attack.kind,
         batch=batch,
-        words=common(truth, found),
+        words=common(truth, recovered),
         words_of=sum(map(len, truth)),
-        exact=(Counter(truth) & Counter(found)).total(),
+        exact=(Counter(truth) & Counter(recovered)).total(),
         proved=answer.verified,
         likely=any(answer.diagnostics["likely"]) if "likely" in answer.diagnostics else None,
         seconds=seconds,
     )
 
 
-def common(truth: Sequence[Ids], found: Sequence[Ids]) -> int:
+def common(truth: Sequence[Ids], recovered: Sequence[Ids]) -> int:
     """Returns how many tokens two batches share, sentence by sentence in the best match."""
-    if not found:
+    if not recovered:
         return 0
-    shared = [[(Counter(a) & Counter(b)).total() for b in found] for a in truth]
+    shared = [[(Counter(a) & Counter(b)).total() for b in recovered] for a in truth]
     rows, columns = linear_sum_assignment(shared, maximize=True)
     return sum(shared[i][j] for i, j in zip(rows, columns, strict=True))
 
@@ -201,7 +201,7 @@ def cost(model: LanguageModel, corpus: Corpus, size: int, args: Any) -> str:
     both = alone(Auto())
     if not both.verified:
         return f"{size:>5} nothing proved"
-    single = next(one for one in ATTACKS if one.kind == both.diagnostics["from"][0])()
+    single = next(attack for attack in ATTACKS if attack.kind == both.diagnostics["from"][0])()
     step, its, auto = in_turns(
         [
             lambda: local_update_(model, ids, labels, local(size), seed=args.seed),
@@ -222,14 +222,14 @@ HEADING = (
 
 def line(some: Sequence[Answer]) -> str:
     """Returns the answers of an attack as text, below HEADING."""
-    one, seconds = some[0], [each.seconds for each in some]
-    words = f"{sum(each.words for each in some)}/{sum(each.words_of for each in some)}"
-    exact = f"{sum(each.exact for each in some)}/{one.size * len(some)}"
-    proved = f"{sum(each.proved for each in some)}/{len(some)}"
-    known = [each.likely for each in some if each.likely is not None]
+    first, seconds = some[0], [answer.seconds for answer in some]
+    words = f"{sum(answer.words for answer in some)}/{sum(answer.words_of for answer in some)}"
+    exact = f"{sum(answer.exact for answer in some)}/{first.size * len(some)}"
+    proved = f"{sum(answer.proved for answer in some)}/{len(some)}"
+    known = [answer.likely for answer in some if answer.likely is not None]
     likely = f"{sum(known)}/{len(known)}" if known else "-"
     return (
-        f"{one.size:>5} {one.noise:>6g} {one.attack:<18} {words:>9} {exact:>7} {proved:>7} "
+        f"{first.size:>5} {first.noise:>6g} {first.attack:<18} {words:>9} {exact:>7} {proved:>7} "
         f"{likely:>7} {sum(seconds) / len(seconds):>8.1f} {max(seconds):>8.1f}"
     )
 

@@ -142,7 +142,7 @@ def main(arguments: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) 
         if part is not here:
             print(f"{outcomes[-1].name}: {said(outcomes[-1])}", flush=True)
     print(f"\n{table(record)}\n{args.out / 'gpu.json'} and gpu.md")
-    return 0 if all(one.complete for one in outcomes) else 1
+    return 0 if all(outcome.complete for outcome in outcomes) else 1
 
 
 def carry_out(part: Part, settings: Settings, left: float) -> Outcome:
@@ -155,8 +155,8 @@ def carry_out(part: Part, settings: Settings, left: float) -> Outcome:
     context.set_forkserver_preload(["gpu_parts"])
     receiver, sender = context.Pipe(duplex=False)
     seconds = min(part.most, left)
-    told = replace(settings, seconds=seconds)
-    process = context.Process(target=work, args=(part.run, told, sender), name=part.name)
+    part_settings = replace(settings, seconds=seconds)
+    process = context.Process(target=work, args=(part.run, part_settings, sender), name=part.name)
     begin = time.monotonic()
     process.start()
     sender.close()
@@ -230,20 +230,20 @@ def report(
 ) -> dict[str, Any]:
     """Returns what gpu.json holds. The first outcome is that of looking at the machine."""
     machine, *parts = outcomes
-    found = machine.figures[0]["values"] if machine.figures else {"device": None}
+    machine_values = machine.figures[0]["values"] if machine.figures else {"device": None}
     if machine.status in (CUT, FAILED):
         parts = [machine]
     return {
         "schema": 1,
         "dry_run": settings.small,
-        "machine": found,
+        "machine": machine_values,
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in _packages()},
         "commit": _commit(),
         "assets": settings.assets is not None,
         "seed": settings.seed,
         "seconds": {"installing": round(installing, 1), "all": round(seconds, 1)},
-        "parts": [asdict(one) for one in parts],
+        "parts": [asdict(part) for part in parts],
     }
 
 

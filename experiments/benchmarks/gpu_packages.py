@@ -44,11 +44,11 @@ def constraints() -> Iterator[str]:
 
 def _met(requirement: str) -> bool:
     """Whether a requirement `name>=1.2,<3` is met."""
-    found = _installed(_name(requirement))
-    if found is None:
+    installed = _installed(_name(requirement))
+    if installed is None:
         return False
     for sign, bound in re.findall(r"(>=|<)([0-9.]+)", requirement):
-        own, limit = _numbers(found), _numbers(bound)
+        own, limit = _numbers(installed), _numbers(bound)
         if (own < limit) if sign == ">=" else (own >= limit):
             return False
     return True
@@ -67,8 +67,8 @@ def _installed(name: str) -> str | None:
 
 def _numbers(text: str) -> tuple[int, ...]:
     """Returns the leading numbers of a version: 2.11.0+cu130 is (2, 11, 0)."""
-    found = re.match(r"[0-9]+(\.[0-9]+)*", text)
-    return tuple(int(part) for part in found[0].split(".")) if found else ()
+    match = re.match(r"[0-9]+(\.[0-9]+)*", text)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def machine(settings: Settings) -> Iterator[Figure]:
     Raises:
         RuntimeError: PyTorch sees no such device.
     """
-    found: dict[str, Value] = {
+    values: dict[str, Value] = {
         "system": platform.platform(),
         "threads": torch.get_num_threads(),
         "torch_cuda": torch.version.cuda,
@@ -54,16 +54,16 @@ def machine(settings: Settings) -> Iterator[Figure]:
     }
     device = torch.device(settings.device)
     if device.type == "cpu":
-        yield Figure("machine", "", values={"device": platform.processor() or "CPU", **found})
+        yield Figure("machine", "", values={"device": platform.processor() or "CPU", **values})
         return
     seen = torch.cuda.get_device_properties(device)
-    found |= {
+    values |= {
         "device": seen.name,
         "capability": f"{seen.major}.{seen.minor}",
         "memory_bytes": seen.total_memory,
         "multiprocessors": seen.multi_processor_count,
     }
-    yield Figure("machine", "", values=found)
+    yield Figure("machine", "", values=values)
 
 
 def tests(settings: Settings) -> Iterator[Figure]:
@@ -78,12 +78,12 @@ def tests(settings: Settings) -> Iterator[Figure]:
         """Counts outcomes."""
 
         def __init__(self) -> None:
-            self.found: Counter[str] = Counter()
+            self.outcomes: Counter[str] = Counter()
 
         def pytest_runtest_logreport(self, report: Any) -> None:
             """Is told of each phase of each test."""
             if report.when == "call" or report.outcome != "passed":
-                self.found[report.outcome] += 1
+                self.outcomes[report.outcome] += 1
 
     marked = [
         str(path)
@@ -99,10 +99,10 @@ def tests(settings: Settings) -> Iterator[Figure]:
         ],
         plugins=[counting],
     )
-    found = {name: counting.found[name] for name in ("passed", "failed", "skipped")}
-    yield Figure("tests marked gpu", "", time.perf_counter() - begin, values=found)
-    assert status == 0, f"pytest ended with status {status}: {found}"
-    assert found["passed"] or settings.device == "cpu", "no test ran on the GPU"
+    counts = {name: counting.outcomes[name] for name in ("passed", "failed", "skipped")}
+    yield Figure("tests marked gpu", "", time.perf_counter() - begin, values=counts)
+    assert status == 0, f"pytest ended with status {status}: {counts}"
+    assert counts["passed"] or settings.device == "cpu", "no test ran on the GPU"
 
 
 _ONE_ROUND_OF_BERT = (
@@ -140,11 +140,11 @@ def workers(settings: Settings) -> Iterator[Figure]:
             begin = time.perf_counter()
             pipeline.carry_out(run, experiment, train)
             seconds.append(time.perf_counter() - begin)
-            found = run.rows(records.answers(run.fingerprint()))
-            answers.append({each.id: each for each in found})
-    one, two = answers
-    both = [(one[key], two[key]) for key in one]
-    said = [a.status == b.status and a.sequences == b.sequences for a, b in both]
+            rows = run.rows(records.answers(run.fingerprint()))
+            answers.append({answer.id: answer for answer in rows})
+    with_one, with_two = answers
+    both = [(with_one[key], with_two[key]) for key in with_one]
+    equal = [a.status == b.status and a.sequences == b.sequences for a, b in both]
     apart = [
         abs(x - y) / max(abs(x), abs(y), 1e-30)
         for a, b in both
@@ -157,11 +157,17 @@ def workers(settings: Settings) -> Iterator[Figure]:
         seconds[1],
         "one worker",
         seconds[0],
-        {"equal answers": sum(said), "answers": len(both), "evidence apart": max(apart, default=0)},
+        {
+            "equal answers": sum(equal),
+            "answers": len(both),
+            "evidence apart": max(apart, default=0),
+        },
     )
-    wrong = [a.attack for (a, _), same in zip(both, said, strict=True) if not same]
+    wrong = [a.attack for (a, _), same in zip(both, equal, strict=True) if not same]
     proving = {"dager", "keyspan", "probes"}
-    assert one.keys() == two.keys(), f"answers are missing: {one.keys() ^ two.keys()}"
+    assert with_one.keys() == with_two.keys(), (
+        f"answers are missing: {with_one.keys() ^ with_two.keys()}"
+    )
     assert not proving & set(wrong), f"these differ between one and two workers: {wrong}"
 
 
@@ -305,7 +311,7 @@ def cola(settings: Settings) -> Iterator[Figure]:
         kind=UpdateKind.GRADIENT, batch_size=1, epochs=1, learning_rate=5e-5, dropout=False
     )
     seen = []
-    for one, (tokens, label) in enumerate(zip(ids, corpus.labels, strict=True)):
+    for client, (tokens, label) in enumerate(zip(ids, corpus.labels, strict=True)):
         update = local_update_(model, [tokens], [label], how, seed=settings.seed)
         facts = Knowledge(
             learning_rate=5e-5,
@@ -315,20 +321,20 @@ def cola(settings: Settings) -> Iterator[Figure]:
             labels=(label,),
             lengths=(len(tokens),),
         )
-        seen.append(Observation(round=1, client=one, update=update, knowledge=facts))
+        seen.append(Observation(round=1, client=client, update=update, knowledge=facts))
     few: dict[str, Any] = {"steps": 2, "guesses": 2, "orders": 2} if settings.small else {}
     ours = Lamp(prior=prior, **few)
     published = replace(ours, preset="faithful", precision="mixed")
     size = f"{name}, {number} sentences"
-    for what, attack, until in (("best", ours, 0.25), ("published constants", published, 0.9)):
+    for variant, attack, until in (("best", ours, 0.25), ("published constants", published, 0.9)):
         # What it has when its time is over counts, and the table says how many steps it made.
         left = max(begin + until * settings.seconds - time.monotonic(), 1)
         attack = replace(attack, seconds=left / number)
-        yield _scored(f"lamp, {what}", size, attack, seen, ids, others, model)
+        yield _scored(f"lamp, {variant}", size, attack, seen, ids, others, model)
 
 
 def _scored(
-    what: str,
+    attack_name: str,
     size: str,
     attack: Lamp,
     seen: Sequence[Observation],
@@ -346,31 +352,33 @@ def _scored(
     def report(which: int, progress: Progress) -> None:
         steps[which] = f"{progress.step} of {progress.steps}"
 
-    rngs = [stream(0, "attack", one.client) for one in seen]
+    rngs = [stream(0, "attack", observation.client) for observation in seen]
     begin = time.perf_counter()
     answers = attack.many(seen, model, rngs=rngs, report=report)
     seconds = (time.perf_counter() - begin) / len(seen)
     content, paper, chance = [], [], []
-    for one, (answer, truth) in enumerate(zip(answers, ids, strict=True)):
+    for client, (answer, truth) in enumerate(zip(answers, ids, strict=True)):
         scores = answer_scores.score_sequences(answer.sequences or (), [truth], model)
         guessed = answer_scores.guess(
             others,
-            GroundTruth(round=1, client=one, sequences=(truth,), labels=(), batch_size=1),
+            GroundTruth(round=1, client=client, sequences=(truth,), labels=(), batch_size=1),
             model,
             0,
         )
         content += [scores.content or rouge.rouge("", "")]
         paper += [scores.paper or rouge.rouge("", "")]
         chance += [guessed.content or rouge.rouge("", "")]
-    found: dict[str, Value] = {
+    values: dict[str, Value] = {
         "R-1": rouge.mean(paper).rouge1,
         "R-2": rouge.mean(paper).rouge2,
         "R-L": rouge.mean(paper).rougeL,
         "content R-L": rouge.mean(content).rougeL,
         "chance R-L": rouge.mean(chance).rougeL,
-        "steps, most": max(steps.values(), key=lambda said: int(said.split()[0]), default="none"),
+        "steps, most": max(
+            steps.values(), key=lambda progress: int(progress.split()[0]), default="none"
+        ),
     }
-    return Figure(f"{what}: a sentence", size, seconds, values=found)
+    return Figure(f"{attack_name}: a sentence", size, seconds, values=values)
 
 
 def _cola(

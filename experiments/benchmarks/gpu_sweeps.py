@@ -46,7 +46,9 @@ def passes(settings: Settings) -> Iterator[Figure]:
             seconds = dict(
                 zip(
                     map(str, distinct),
-                    in_turns([_all(each) for each in steps], _repeats(settings), made.device),
+                    in_turns(
+                        [_all(part_steps) for part_steps in steps], _repeats(settings), made.device
+                    ),
                     strict=True,
                 )
             )
@@ -92,16 +94,16 @@ def _compared(
     more: dict[int, dict[str, Value]],
 ) -> Iterator[Figure]:
     """Yields each value beside the present one."""
-    least = min(taken.values())
+    fastest_seconds = min(taken.values())
     for value, seconds in taken.items():
-        found = {"fastest": seconds == least, "present": value == present}
+        flags = {"fastest": seconds == fastest_seconds, "present": value == present}
         yield Figure(
             f"{name} = {value}",
             size,
             seconds,
             f"{name} = {present}",
             taken[present],
-            more.get(value, {}) | found,
+            more.get(value, {}) | flags,
         )
 
 

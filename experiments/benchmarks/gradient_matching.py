@@ -368,8 +368,8 @@ def moves_(made: Bench, repeats: int, scored: int) -> tuple[list[Line], list[Lin
 
     tried_RKBTD = x_TD[some_KT][None, :, None]
     lm_penalty_RK = lm_penalty(optimizer.Search(exact, CONFIG, []), 0, ids_T[some_KT][None])
-    found_RK = exact.scores(exact.space.guess(exact.rows, tried_RKBTD)) + lm_penalty_RK
-    apart = float((found_RK[0].cpu() - torch.tensor(plain_scores(some_KT))).abs().max())
+    scores_RK = exact.scores(exact.space.guess(exact.rows, tried_RKBTD)) + lm_penalty_RK
+    apart = float((scores_RK[0].cpu() - torch.tensor(plain_scores(some_KT))).abs().max())
     chosen = [best(exact), best(mixed)]
     at = [
         int((x_TD[order_KT] == variables[0, 0]).all(-1).all(-1).nonzero()[0])
@@ -386,17 +386,17 @@ def moves_(made: Bench, repeats: int, scored: int) -> tuple[list[Line], list[Lin
         repeats,
         made.device,
     )
-    each = one_by_one / len(some_KT)
-    whole = CONFIG.orders * each + nearest
+    per_order = one_by_one / len(some_KT)
+    whole = CONFIG.orders * per_order + nearest
     named = f"moves, {len(order_KT)} distinct"
     return (
         [
             Line(named, whole, ours, apart),
-            Line("moves, each", each, ours / len(order_KT)),
+            Line("moves, each", per_order, ours / len(order_KT)),
         ],
         [
             Line(f"{named}, mixed", whole, ours_low, mixed_score - exact_score),
-            Line("moves, each, mixed", each, ours_low / len(order_KT)),
+            Line("moves, each, mixed", per_order, ours_low / len(order_KT)),
         ],
     )
 
@@ -454,12 +454,14 @@ def memory(made: Bench, many: int) -> list[Memory]:
     def most(do: Callable[[], object]) -> float:
         return peak(do, made.device)
 
-    one = made.start_RBTD[0, 0]
+    x_TD = made.start_RBTD[0, 0]
     return [
         Memory("a step, straightforward", most(search.step)),
         Memory("a step, alone", most(steps(alone))),
         Memory(f"a step, {rows} victims", most(steps(made.exact)) / rows),
-        Memory("a move, straightforward", most(lambda: attack.distance(one, differentiable=False))),
+        Memory(
+            "a move, straightforward", most(lambda: attack.distance(x_TD, differentiable=False))
+        ),
         *(Memory(f"{number} moves", most(guesses(number))) for number in (64, many)),
     ]
 
@@ -487,7 +489,10 @@ def heading(size: Size) -> str:
 
 def row(line: Line) -> str:
     """Returns a line as text, below `heading`."""
-    apart = ["-" if one is None else f"{one:.0e}" for one in (line.loss, line.gradient)]
+    apart = [
+        "-" if difference is None else f"{difference:.0e}"
+        for difference in (line.loss, line.gradient)
+    ]
     return (
         f"{line.name:<33} {1e3 * line.straightforward:>12,.1f} ms {1e3 * line.ours:>7,.1f} ms "
         f"{line.ratio:>6.1f} {apart[0]:>8} {apart[1]:>8}"

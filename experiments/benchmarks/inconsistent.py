@@ -51,10 +51,10 @@ def captured(folder: Path, *changes: str) -> Mapping[str, Tensor]:
     return run.captures.read_capture(expected_captures(experiment)[0]).update.tensors
 
 
-def distance(found: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> float:
+def distance(recovered: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> float:
     """Returns the L2 distance of tensors, relative to the norm of the second ones."""
-    pairs = [(value.double(), own[name].double()) for name, value in found.items()]
-    change = math.fsum(float((one - other).square().sum()) for one, other in pairs)
+    pairs = [(value.double(), own[name].double()) for name, value in recovered.items()]
+    change = math.fsum(float((value - other).square().sum()) for value, other in pairs)
     return math.sqrt(change / math.fsum(float(other.square().sum()) for _, other in pairs))
 
 
@@ -78,12 +78,14 @@ def main() -> None:
             target = clients // 2
             server: tuple[str, ...] = ("server.mode=inconsistent", f"server.targets=[{target}]")
             with TemporaryDirectory() as folder:
-                found = captured(Path(folder, "sum"), *sized, *server, f"defense=[{{kind={kind}}}]")
+                recovered = captured(
+                    Path(folder, "sum"), *sized, *server, f"defense=[{{kind={kind}}}]"
+                )
                 alone = ("defense=[]", f"threat.clients=[{target}]")
                 own = captured(Path(folder, "own"), *sized, *alone)
             print(
-                f"| {name} | {clients} | {distance(found, own):.1e} "
-                f"| {', '.join(sorted(own.keys() - found.keys())) or 'none'} "
+                f"| {name} | {clients} | {distance(recovered, own):.1e} "
+                f"| {', '.join(sorted(own.keys() - recovered.keys())) or 'none'} "
                 f"| {process_time() - begun:.0f} |",
                 flush=True,
             )

@@ -107,16 +107,16 @@ def main() -> None:
             for number in range(args.first, args.first + args.updates):
                 texts += ask(kind, name, number, client, server, args)
                 if args.json:
-                    kept = [one._asdict() for one in texts]
+                    kept = [text._asdict() for text in texts]
                     args.json.write_text(json.dumps(kept, indent=1) + "\n")
             print(
                 line(kind, name, [t for t in texts if (t.kind, t.model) == (kind, name)]),
                 flush=True,
             )
-    for kinds, what in ((NULL, "nothing"), (POWER, "its texts")):
-        some = [one for one in texts if one.kind in kinds]
+    for kinds, held in ((NULL, "nothing"), (POWER, "its texts")):
+        some = [text for text in texts if text.kind in kinds]
         if some:
-            print(line(f"holds {what}", "all", some))
+            print(line(f"holds {held}", "all", some))
 
 
 def load(name: str, other: bool, lora: bool, args: Any) -> LanguageModel:
@@ -222,16 +222,16 @@ def line(kind: str, name: str, texts: Sequence[Text]) -> str:
     def share(some: Sequence[Text]) -> str:
         if not some:
             return "-"
-        count = sum(one.likely for one in some)
+        count = sum(text.likely for text in some)
         rate = wilson(count, len(some))
         return f"{count}/{len(some)} [{100 * rate.low:.0f}, {100 * rate.high:.0f}]"
 
-    guesses = [one for one in texts if one.rougeL is not None]
-    read = [one for one in guesses if one.rougeL is not None and one.rougeL >= READ]
-    others = [one for one in texts if one not in read]
+    guesses = [text for text in texts if text.rougeL is not None]
+    read = [text for text in guesses if text.rougeL is not None and text.rougeL >= READ]
+    others = [text for text in texts if text not in read]
     return (
         f"{kind:<16} {name:<10} {len(guesses):>4} guesses, "
-        f"{sum(one.compared for one in guesses):>4} compared  likely {share(texts):<20} "
+        f"{sum(text.compared for text in guesses):>4} compared  likely {share(texts):<20} "
         f"of those read {share(read):<20} of the others {share(others)}"
     )
 

@@ -153,7 +153,7 @@ def moved_(model: LanguageModel, weights: Mapping[str, Tensor]) -> None:
 
 def mean(updates: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Returns the mean of updates."""
-    return {name: torch.stack([one[name] for one in updates]).mean(0) for name in updates[0]}
+    return {name: torch.stack([update[name] for update in updates]).mean(0) for name in updates[0]}
 
 
 def scored(
@@ -167,11 +167,11 @@ def scored(
         for name, rows_PX in gradients(model, public, names).items()
     }
     scores: dict[tuple[int, str], list[Tensor]] = defaultdict(list)
-    asked, rows, of_others = [], [], defaultdict(list)
+    candidates, rows, of_others = [], [], defaultdict(list)
     for client, members in enumerate(trained.members):
         first = args.public + client * args.asked
-        asked.append([*members[: args.asked], *trained.others[first : first + args.asked]])
-        rows.append(gradients(model, [Example(text, None) for text in asked[-1]], names))
+        candidates.append([*members[: args.asked], *trained.others[first : first + args.asked]])
+        rows.append(gradients(model, [Example(text, None) for text in candidates[-1]], names))
     flat = [
         {name: -value.flatten() / RATE for name, value in update.items()}
         for update in trained.updates
@@ -189,7 +189,9 @@ def scored(
             scores[count, "residual"].append(ratio_K / variance_K.sqrt())
             scores[count, "cosine"].append(inner_K / square_K.sqrt())
             shapes = {name: value.view_as(trained.updates[0][name]) for name, value in sent.items()}
-            scores[count, "ProjRes"].append(projected(hidden_states(model, asked[client]), shapes))
+            scores[count, "ProjRes"].append(
+                projected(hidden_states(model, candidates[client]), shapes)
+            )
             if count == 1:  # what this update says of texts that others were asked about
                 scores[1, "calibrated"].append((ratio_K - null_K) / variance_K.sqrt())
                 for other in range(args.clients):
@@ -203,12 +205,12 @@ def scored(
 
 
 def hidden_states(
-    model: LanguageModel, asked: Sequence[tuple[int, ...]]
+    model: LanguageModel, texts: Sequence[tuple[int, ...]]
 ) -> list[tuple[Tensor, ...]]:
     """Returns of each text what enters each layer [T, D]."""
     states = []
     with torch.no_grad():
-        for text in asked:
+        for text in texts:
             ids_1T, mask_1T = pad([text], model.tokenizer.pad_token_id, model.device)
             out = model.module(input_ids=ids_1T, attention_mask=mask_1T, output_hidden_states=True)
             states.append(tuple(state[0] for state in out.hidden_states[:-1]))
@@ -233,19 +235,19 @@ def projected(states: Sequence[tuple[Tensor, ...]], sent: Mapping[str, Tensor]) 
     return -torch.tensor([residual(layers) for layers in states])
 
 
-def line(count: int, name: str, of_clients: Sequence[Tensor], asked: int) -> str:
-    """Returns the figures of a sum and score as text: of each client `asked` texts were in."""
-    areas, found, clusters = [], [], []
+def line(count: int, name: str, of_clients: Sequence[Tensor], member_count: int) -> str:
+    """Returns a sum and score's figures as text: of each client `member_count` texts were in."""
+    areas, detected, clusters = [], [], []
     for client, scores_K in enumerate(of_clients):
-        members_K, others_K = scores_K[:asked], scores_K[asked:]
+        members_K, others_K = scores_K[:member_count], scores_K[member_count:]
         areas += shares_won(members_K.tolist(), others_K.tolist())
         threshold = np.quantile(others_K.numpy(), 0.95)
-        found += (members_K > threshold).double().tolist()
+        detected += (members_K > threshold).double().tolist()
         clusters += [client] * len(members_K)
     area = estimate(areas, clusters, most=1.0, largest=0)
     return (
         f"sum of {count}  {name:<10} AUC {area.mean:.3f} [{area.low:.2f}, {area.high:.2f}]  "
-        f"found at 5 % {np.mean(found):.2f}  ({len(of_clients)} clients, {len(areas)} texts)"
+        f"found at 5 % {np.mean(detected):.2f}  ({len(of_clients)} clients, {len(areas)} texts)"
     )
 
 

@@ -116,9 +116,9 @@ def main() -> None:
                     for kind in args.updates
                 }
                 for attack in args.attacks:
-                    for kind, one in seen.items():
+                    for kind, observation in seen.items():
                         case = Case(attack, name, tokens, size, kind == "noisy")
-                        results.append(ask(case, one, model, args))
+                        results.append(ask(case, observation, model, args))
                         if args.all or late(results[-1], args):
                             print(line(results[-1], args), flush=True)
                         if args.json:
@@ -156,8 +156,10 @@ def update(model: LanguageModel, tokens: int, size: int, noisy: bool, args: Any)
         for number in (LISTED, PUBLIC)
     )
     batch = listed[:size]
-    labels = [one.label or 0 for one in batch]
-    sent = local_update_(model, [one.ids for one in batch], labels, local(size), seed=args.seed)
+    labels = [example.label or 0 for example in batch]
+    sent = local_update_(
+        model, [example.ids for example in batch], labels, local(size), seed=args.seed
+    )
     numbers = sum(value.numel() for value in sent.tensors.values())
     square = sum(float(value.double().square().sum()) for value in sent.tensors.values())
     scale = NOISE * (square / numbers) ** 0.5 if noisy else 0.0

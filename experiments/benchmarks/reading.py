@@ -102,8 +102,8 @@ class Answer(NamedTuple):
     @property
     def likely(self) -> bool:
         """Whether the attack says that a text is no guess, where it proves nothing."""
-        said = self.answer.diagnostics
-        return any(said.get("likely", [said.get("determined")]))
+        diagnostics = self.answer.diagnostics
+        return any(diagnostics.get("likely", [diagnostics.get("determined")]))
 
     def evidence(self, *, right: bool) -> list[float]:
         """The evidence of the answer's exact texts, or of the others."""
@@ -274,25 +274,29 @@ def figures(
     own, others = (
         mean(
             text.rougeL or 0.0
-            for one, other in zip(answers, some, strict=True)
-            for text in score_sequences(other.texts, one.truth, model).texts or ()
+            for answer, other in zip(answers, some, strict=True)
+            for text in score_sequences(other.texts, answer.truth, model).texts or ()
         )
         for some in (answers, shifted)
     )
-    likely = [one for one in answers if one.likely]
+    likely = [answer for answer in answers if answer.likely]
     return Figures(
-        texts=sum(len(one.truth) for one in answers),
-        exact=sum(one.exact for one in answers),
+        texts=sum(len(answer.truth) for answer in answers),
+        exact=sum(answer.exact for answer in answers),
         rougeL=own,
         other=others if len(answers) > 1 else None,
         updates=len(answers),
-        proved=sum(one.answer.verified for one in answers),
+        proved=sum(answer.answer.verified for answer in answers),
         likely=len(likely),
-        likely_exact=sum(one.exact == len(one.truth) for one in likely),
-        right=max((value for one in answers for value in one.evidence(right=True)), default=0.0),
-        wrong=min((value for one in answers for value in one.evidence(right=False)), default=None),
-        seconds=mean(one.seconds for one in answers),
-        longest=max(one.seconds for one in answers),
+        likely_exact=sum(answer.exact == len(answer.truth) for answer in likely),
+        right=max(
+            (value for answer in answers for value in answer.evidence(right=True)), default=0.0
+        ),
+        wrong=min(
+            (value for answer in answers for value in answer.evidence(right=False)), default=None
+        ),
+        seconds=mean(answer.seconds for answer in answers),
+        longest=max(answer.seconds for answer in answers),
         epsilon=epsilon,
     )
 

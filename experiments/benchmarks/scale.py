@@ -129,8 +129,8 @@ class Most:
 
 def own_memory() -> int:
     """Returns the bytes of this process that are no pages of a file."""
-    found = psutil.Process().memory_info()
-    return int(found.rss - found.shared)
+    memory = psutil.Process().memory_info()
+    return int(memory.rss - memory.shared)
 
 
 def disk(path: Path) -> int:
@@ -197,7 +197,7 @@ def whole_run(settings: dict[str, Any], path: Path, note: Path) -> None:
         run = preparation.prepare(experiment, path)
         pipeline.carry_out(run, experiment, train_timed)
     bound = forecast.bytes_kept(experiment, outline(experiment, run.info()["num_labels"]))
-    found = {
+    figures = {
         "memory": memory.value,
         "disk": bytes_.value,
         "bound": bound,
@@ -205,7 +205,7 @@ def whole_run(settings: dict[str, Any], path: Path, note: Path) -> None:
         "waited": waited[0],
         "written": written[0],
     }
-    note.write_text(json.dumps(found))
+    note.write_text(json.dumps(figures))
 
 
 def turns(settings: dict[str, Any], path: Path) -> None:
@@ -238,9 +238,9 @@ def kill(process: BaseProcess) -> None:
     """Kills a process and what it started, with -9."""
     family = psutil.Process(process.pid).children(recursive=True)
     process.kill()
-    for each in family:
-        if each.is_running():
-            each.kill()
+    for child in family:
+        if child.is_running():
+            child.kill()
     process.join()
 
 
@@ -280,18 +280,25 @@ def main() -> int:
 def measure(settings: dict[str, Any], folder: Path, kills: list[float]) -> int:
     """Measures an experiment; returns 1 if a run that was killed gives something else."""
     in_process(one_client, settings, folder / "one.json").join()
-    one = json.loads((folder / "one.json").read_text())
-    update = one["update"]
+    client_figures = json.loads((folder / "one.json").read_text())
+    update = client_figures["update"]
     print(f"{settings['federation']['clients']} clients, update {update / 1e6:.1f} MB")
-    print(f"one client: {one['memory'] / 1e6:.0f} MB, {one['seconds']:.2f} s")
+    print(f"one client: {client_figures['memory'] / 1e6:.0f} MB, {client_figures['seconds']:.2f} s")
     in_process(whole_run, settings, folder / "plain", folder / "all.json").join()
-    found = json.loads((folder / "all.json").read_text())
-    above = found["memory"] - one["memory"]
-    print(f"the run: {found['memory'] / 1e6:.0f} MB, {above / update:.2f} updates above one client")
-    print(f"disk: {found['disk'] / 1e6:.0f} MB at most; bound {found['bound'] / 1e6:.0f} MB")
+    run_figures = json.loads((folder / "all.json").read_text())
+    above = run_figures["memory"] - client_figures["memory"]
     print(
-        f"round: {found['round']:.1f} s; waited for the disk {found['waited']:.2f} s "
-        f"({found['waited'] / found['round']:.1%}); wrote beside it {found['written']:.1f} s",
+        f"the run: {run_figures['memory'] / 1e6:.0f} MB, "
+        f"{above / update:.2f} updates above one client"
+    )
+    print(
+        f"disk: {run_figures['disk'] / 1e6:.0f} MB at most; "
+        f"bound {run_figures['bound'] / 1e6:.0f} MB"
+    )
+    print(
+        f"round: {run_figures['round']:.1f} s; waited for the disk {run_figures['waited']:.2f} s "
+        f"({run_figures['waited'] / run_figures['round']:.1%}); "
+        f"wrote beside it {run_figures['written']:.1f} s",
         flush=True,
     )
     if not kills:
@@ -300,7 +307,7 @@ def measure(settings: dict[str, Any], folder: Path, kills: list[float]) -> int:
     shutil.rmtree(folder / "plain")
     for share in kills:
         process = in_process(whole_run, settings, folder / "killed", folder / "killed.json")
-        process.join(share * found["round"])
+        process.join(share * run_figures["round"])
         kill(process)
         seen = len(Run(folder / "killed").captures.all_keys())
         print(f"killed with {seen} captures made", flush=True)

@@ -103,9 +103,9 @@ def _sent(model: LanguageModel, own: Sequence[tuple[int, ...]], how: LocalTraini
 
 def _share(own: Sequence[tuple[int, ...]], answer: Sequence[tuple[int, ...]]) -> float:
     """Returns the share of the tokens of texts, special ones left out, that an answer has."""
-    told = {token for ids in answer for token in ids}
+    answer_tokens = {token for ids in answer for token in ids}
     tokens = [token for ids in own for token in ids[1:-1]]
-    return sum(token in told for token in tokens) / len(tokens)
+    return sum(token in answer_tokens for token in tokens) / len(tokens)
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def main() -> None:
             seconds = between - begin, time.process_time() - between
             measured.append((*seconds, sorted(result.texts) == sorted(batch), result.verified))
         steps, calls, exact, proved = zip(*measured, strict=True)
-        ratios = [call / one for one, call in zip(steps, calls, strict=True)]
+        ratios = [call / step_seconds for step_seconds, call in zip(steps, calls, strict=True)]
         print(
             f"| {size} | {sum(exact)}/{len(exact)} | {sum(proved)}/{len(proved)} "
             f"| {mean(steps):.2f} | {mean(calls):.2f} | {mean(ratios):.1f} ({max(ratios):.1f}) |",

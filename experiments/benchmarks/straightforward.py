@@ -42,13 +42,13 @@ class Attack:
 
     def distance(self, x_TD: Tensor, *, differentiable: bool) -> Tensor:
         """Returns how far the gradients of a guess are from those observed."""
-        found = gradients(
+        guess_gradients = gradients(
             self.module, list(self.observed), x_TD, self.label, differentiable=differentiable
         )
-        pairs = [(self.observed[name], gradient) for name, gradient in found.items()]
+        pairs = [(self.observed[name], gradient) for name, gradient in guess_gradients.items()]
         if self.loss == "cos":
-            each = [1 - (a * b).sum() / (a.norm() * b.norm()) for a, b in pairs]
-            return torch.stack(each).mean()
+            distances = [1 - (a * b).sum() / (a.norm() * b.norm()) for a, b in pairs]
+            return torch.stack(distances).mean()
         squared = torch.stack([(a - b).square().sum() for a, b in pairs]).sum()
         if self.loss == "l2":
             return squared
@@ -71,8 +71,8 @@ def gradients(
     logits_1C = module(inputs_embeds=x_TD[None]).logits
     loss = F.cross_entropy(logits_1C, torch.tensor([label], device=logits_1C.device))
     parameters = [module.get_parameter(name) for name in names]
-    found = torch.autograd.grad(loss, parameters, create_graph=differentiable)
-    return dict(zip(names, found, strict=True))
+    parameter_gradients = torch.autograd.grad(loss, parameters, create_graph=differentiable)
+    return dict(zip(names, parameter_gradients, strict=True))
 
 
 class Search:

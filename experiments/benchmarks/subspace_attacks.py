@@ -134,9 +134,9 @@ def main() -> None:
     if args.assets is None:
         parser.error("say where models and data are: --assets, or FEDLEAK_ASSETS")
     wanted = args.rows or [name for name in names if args.smollm or SMOLLM not in name]
-    for one in wanted:
-        if one not in names and one not in [case.name for case in CASES]:
-            parser.error(f"there is no row {one!r}: choose from {', '.join(names)}")
+    for name in wanted:
+        if name not in names and name not in [case.name for case in CASES]:
+            parser.error(f"there is no row {name!r}: choose from {', '.join(names)}")
     torch.set_num_threads(args.threads)
     corpus = read_corpus(args.assets, args.seed)
     loaded: dict[tuple[str, int], LanguageModel] = {}
@@ -223,11 +223,11 @@ def measure(
         if bare is not None:
             without.append(timed(bare, seen, model, seed, batch)[1])
         special = model.special_ids()
-        truth, found = (
-            [tuple(t for t in one if t not in special) for one in sequences]
+        truth, recovered = (
+            [tuple(t for t in sequence if t not in special) for sequence in sequences]
             for sequences in (ids[at], (answer.sequences or ())[:size])
         )
-        exact += (Counter(truth) & Counter(found)).total()
+        exact += (Counter(truth) & Counter(recovered)).total()
         bags += set(answer.tokens or ()) - special == set(chain(*truth))
         proved += answer.verified
         margins += [margin for margin in answer.margins if margin is not None and margin >= 1]

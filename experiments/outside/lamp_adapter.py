@@ -132,7 +132,7 @@ def answer(folder: Path, prior: Path | None, theirs: list[str]) -> list[list[int
         never |= {i for i, norm in enumerate(norms.tolist()) if norm == 0}
         use_tokens_of_(attack, sorted(never))
     labels = torch.tensor([known["labels"]], device=device)
-    found, _ = attack.reconstruct(
+    texts, _ = attack.reconstruct(
         attack.args,
         device,
         ([""] * len(known["lengths"]), labels),
@@ -141,7 +141,7 @@ def answer(folder: Path, prior: Path | None, theirs: list[str]) -> list[list[int
         lm,
         model,
     )
-    return [json.loads(each) for each in found]
+    return [json.loads(text) for text in texts]
 
 
 def their_code(folder: Path, tokenizer: Any, arguments: list[str]) -> Any:
@@ -194,8 +194,8 @@ def main() -> None:
     table: dict[str, Any] = {"format": "fedleak-answer", "version": 1}
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            found = answer(args.observation, args.prior, theirs)
-        table |= {"status": "recovered", "sequences": found}
+            sequences = answer(args.observation, args.prior, theirs)
+        table |= {"status": "recovered", "sequences": sequences}
     except NotForLampError as error:
         table |= {"status": "inadmissible", "reason": str(error)}
     args.answer.write_text(json.dumps(table))

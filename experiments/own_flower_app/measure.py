@@ -101,7 +101,7 @@ def rows_of(
     run = import_run(Tapped(mine), load_about(folder / "about.toml"), folder / "run").run
     with run.lock():
         attack_captures(run, stored(run), no_more=lambda: True)
-        return [one.row for one in scoring.score_run(run)]
+        return [answer.row for answer in scoring.score_run(run)]
 
 
 def cell(rows: list[LeakageRow]) -> str:

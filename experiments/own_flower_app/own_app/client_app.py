@@ -21,11 +21,11 @@ def make(mods: Sequence[Any] = ()) -> ClientApp:
         model.load_state_dict(message.content.array_records["arrays"].to_torch_state_dict())
         rows = texts_of(int(context.node_config["partition-id"]), int(config["texts"]))
         loader = loader_of(rows, name, int(config["batch-size"]))
-        asked = message.content.config_records["config"]
-        loss = train(model, loader, float(str(asked["lr"])), config)
+        round_config = message.content.config_records["config"]
+        loss = train(model, loader, float(str(round_config["lr"])), config)
         if config["truth"]:
             _write_truth(
-                str(config["truth"]), int(str(asked["server-round"])), context.node_id, rows
+                str(config["truth"]), int(str(round_config["server-round"])), context.node_id, rows
             )
         metrics = MetricRecord({"train_loss": loss, "num-examples": len(rows)})
         content = RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics})
