@@ -66,10 +66,11 @@ def test_the_top_of_a_ladder_is_told_all() -> None:
     ]
 
 
-def test_the_main_score_of_an_attack_is_the_one_that_it_names_first() -> None:
+def test_the_figures_of_an_attack_are_those_of_the_score_it_names_first_or_of_another() -> None:
     pairs = [("a", "loss"), ("b", "rank"), ("b", "loss")]
     figures = tuple(MembershipFigures.model_construct(attack=a, score=score) for a, score in pairs)
     summary = MembershipSummary(confidence=0.9, delta=1e-5, figures=())
     summary = summary.model_copy(update={"figures": figures})
-    assert (summary.main("a"), summary.main("b")) == (figures[0], figures[1])
-    assert summary.main("c") is None
+    assert (summary.figures_of("a"), summary.figures_of("b")) == (figures[0], figures[1])
+    assert summary.figures_of("b", "loss") is figures[2]
+    assert summary.figures_of("a", "rank") is summary.figures_of("c") is None
