@@ -63,12 +63,12 @@ def workers_of() -> Callable[[int], list[psutil.Process]]:
     """Finds the worker processes of a process, by its number."""
 
     def find(pid: int) -> list[psutil.Process]:
-        found = []
+        workers = []
         for child in psutil.Process(pid).children():
             with suppress(psutil.NoSuchProcess):  # it has just ended
                 if any("spawn_main" in part for part in child.cmdline()):
-                    found.append(child)
-        return found
+                    workers.append(child)
+        return workers
 
     return find
 
@@ -205,7 +205,7 @@ def observe() -> Callable[..., SimpleNamespace]:
 
     def make(
         model: LanguageModel,
-        of: Sequence[str] | int,
+        texts_or_count: Sequence[str] | int,
         labels: Sequence[int] | None = None,
         *,
         granted: Sequence[str] = (),
@@ -215,7 +215,7 @@ def observe() -> Callable[..., SimpleNamespace]:
         learning_rate: float = 0.1,
         server_mode: str | None = None,
     ) -> SimpleNamespace:
-        chosen = TEXTS[:of] if isinstance(of, int) else of
+        chosen = TEXTS[:texts_or_count] if isinstance(texts_or_count, int) else texts_or_count
         cut = max_length or 10**6
         sequences = [
             (*ids[: cut - 1], ids[-1]) if len(ids) > cut else tuple(ids)
@@ -236,14 +236,16 @@ def observe() -> Callable[..., SimpleNamespace]:
         model.module.zero_grad()  # FedAvg leaves its last step's gradients behind
         others = [text for text in TEXTS if text not in chosen]
         apart = [tuple([*ids[: cut - 1], ids[-1]][:cut]) for ids in model.encode(others)]
-        asked = [
+        membership_pairs = [
             *((Example(ids, label), True) for ids, label in zip(sequences, labels, strict=True)),
             *((Example(ids, labels[0]), False) for ids in apart[: len(sequences)]),
         ]
-        asked = asked[1::2] + asked[::2]
+        membership_pairs = membership_pairs[1::2] + membership_pairs[::2]
         public = [Example(ids, 0) for ids in apart[len(sequences) :]]
         private = {
-            "candidates": Candidates(tuple(one for one, _ in asked), tuple(public)),
+            "candidates": Candidates(
+                tuple(example for example, _ in membership_pairs), tuple(public)
+            ),
             "batch_size": len(sequences),
             "labels": tuple(labels),
             "lengths": tuple(map(len, sequences)),
@@ -261,7 +263,7 @@ def observe() -> Callable[..., SimpleNamespace]:
             sequences=sequences,
             labels=labels,
             candidates=private["candidates"],
-            inside=[inside for _, inside in asked],
+            inside=[inside for _, inside in membership_pairs],
         )
 
     return make

@@ -118,8 +118,10 @@ def test_attacks_that_cannot_work_are_left_out_and_others_stay(
     noise = settings["Gaussian noise, sigma / rms 3.0"]
     kinds = [table["kind"] for table in defended(run, clipped, noise, bert_tiny, 12).defense]
     assert kinds == ["clip", "gaussian_noise"]
-    asked = experiment(attack=[DLG, {"kind": "membership"}])
-    assert [a["kind"] for a in defended(run, asked, noise, bert_tiny, 12).attack] == ["dlg"]
+    with_membership = experiment(attack=[DLG, {"kind": "membership"}])
+    assert [a["kind"] for a in defended(run, with_membership, noise, bert_tiny, 12).attack] == [
+        "dlg"
+    ]
     limited = experiment(attack=[{"kind": "membership"}], gate={"exact": 0.3, "auc": 0.6})
     assert defended(run, limited, noise, bert_tiny, 12).attack
 
@@ -254,17 +256,17 @@ def test_a_limit_is_exceeded_once_no_other_answer_can_change_that(tmp_path: Path
 
 
 def test_a_run_is_looked_at_when_something_was_read_and_ends_in_time(tmp_path: Path) -> None:
-    told: list[RunProgress] = []
+    progress_reports: list[RunProgress] = []
     run = answered(tmp_path, 1)
-    enough = Enough(run, experiment().gate, math.inf, told.append)
+    enough = Enough(run, experiment().gate, math.inf, progress_reports.append)
     some = RunProgress(1, 1, 1, 1)
     enough.noted(some)
     assert not enough()
     done = Finished("keyspan", Key(1, 0), "recovered", 1.0)
     enough.noted(some._replace(finished=(done,)))
     assert enough()
-    assert len(told) == 2
-    assert Enough(run, experiment().gate, -math.inf, told.append)()
+    assert len(progress_reports) == 2
+    assert Enough(run, experiment().gate, -math.inf, progress_reports.append)()
 
 
 @pytest.mark.parametrize("may_abstain", [[], ["auto"]])
@@ -332,7 +334,7 @@ def advised(
 ) -> tuple[Advice, list[str], list[str]]:
     """Searches; returns the advice, the defenses that were run, and what was said first."""
     ran: list[str] = []
-    told: list[str] = []
+    messages: list[str] = []
 
     def of_cell(candidate: Any, cell: Any, *_: Any) -> Tried:
         ran.append(candidate.name)
@@ -346,17 +348,17 @@ def advised(
         None,
         [object()],
         lambda name: nullcontext(lambda progress: None),
-        told.append,  # type: ignore[arg-type,list-item]
+        messages.append,  # type: ignore[arg-type,list-item]
     )
     assert opened.run.read_document(AUDIT).advice == advice
-    return advice, ran, told
+    return advice, ran, messages
 
 
 def test_the_search_ends_where_nothing_can_be_cheaper(
     leaking: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    advice, ran, told = advised(leaking, monkeypatch, within="LoRA, rank 8")
-    assert "defenses can be tried in the 50 min that are left" in told[0]
+    advice, ran, messages = advised(leaking, monkeypatch, within="LoRA, rank 8")
+    assert "defenses can be tried in the 50 min that are left" in messages[0]
     trials = {row.name: row.trial for row in advice.tried}
     assert trials["frozen position rows"] is Trial.EXCEEDED
     assert trials["LoRA, rank 8"] is Trial.WITHIN
@@ -379,10 +381,10 @@ def test_what_no_time_is_left_for_is_not_tried(
     leaking: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leaking.time.ends = search.now() + 30
-    advice, ran, told = advised(leaking, monkeypatch)
+    advice, ran, messages = advised(leaking, monkeypatch)
     assert {row.trial for row in advice.tried} == {Trial.SKIPPED}
     assert ran == []
-    assert "gate.seconds asks for 60" in told[-1]
+    assert "gate.seconds asks for 60" in messages[-1]
     assert advice.seconds == 5
 
 

@@ -54,8 +54,8 @@ def plain(model: Any, texts: list[str] = NOTES) -> SimpleNamespace:
     labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
     labels = labels if model.task == CAUSAL_LM else torch.tensor(LABELS[: len(texts)])
 
-    def loss(of: nn.Module = module) -> torch.Tensor:
-        return of(**batch, labels=labels).loss
+    def loss(network: nn.Module = module) -> torch.Tensor:
+        return network(**batch, labels=labels).loss
 
     return SimpleNamespace(module=module, tokenizer=tokenizer, batch=batch, loss=loss)
 
@@ -64,9 +64,9 @@ def gradients(own: SimpleNamespace, module: nn.Module | None = None) -> dict[str
     module = module or own.module
     module.zero_grad()
     own.loss(module).backward()
-    found = {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+    grads = {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
     module.zero_grad()
-    return found
+    return grads
 
 
 def attack(own: SimpleNamespace, update: Any, **options: Any) -> fedleak.AttackResult:
@@ -131,13 +131,13 @@ def forms(own: SimpleNamespace) -> dict[str, Any]:
         "None where nothing was sent": named | {"classifier.bias": None},
         "names changed inside": inside,
         "half of a name": {f"client.7.{name}": tensor for name, tensor in named.items()},
-        **{of: {word + n: t for n, t in named.items()} for of, word in wrappers.items()},
+        **{wrapper: {word + n: t for n, t in named.items()} for wrapper, word in wrappers.items()},
     }
 
 
 def test_a_gradient_is_read_in_every_form(own):
-    found = {name: attack(own, update) for name, update in forms(own).items()}
-    for name, result in found.items():
+    results = {name: attack(own, update) for name, update in forms(own).items()}
+    for name, result in results.items():
         assert sorted(result.texts) == sorted(NOTES), name
         assert result.verified, name
 
@@ -167,7 +167,7 @@ def test_the_model_stays_as_it_is(own):
         parameters = [
             (n, p.detach().clone(), p.grad, p.requires_grad) for n, p in module.named_parameters()
         ]
-        modes = [(n, each.training) for n, each in module.named_modules()]
+        modes = [(n, submodule.training) for n, submodule in module.named_modules()]
         return [parameters, modes, copy.deepcopy(module.config.to_dict()), dict(vars(tokenizer))]
 
     before, random = state(), torch.get_rng_state()
@@ -260,14 +260,14 @@ def test_weight_decay_is_taken_out_of_a_delta(own, optimiser, dtype):
     delta = {n: (value - before[n]).to(dtype) for n, value in after.state_dict().items()}
     options = {"payload": "delta", "learning_rate": 1e-3, "local_steps": 2, "kind": "probes"}
     used = {word for text in NOTES for word in text.split()}
-    told = attack(own, delta, optimiser=optimiser, weight_decay=0.1, **options)
-    assert used <= set(told.words)
-    assert len(told.words) < 2 * len(used)
-    untold = attack(own, delta, optimiser=optimiser, **options)
-    assert len(untold.words) > 10 * len(used), "every row has moved"
+    with_decay = attack(own, delta, optimiser=optimiser, weight_decay=0.1, **options)
+    assert used <= set(with_decay.words)
+    assert len(with_decay.words) < 2 * len(used)
+    without_decay = attack(own, delta, optimiser=optimiser, **options)
+    assert len(without_decay.words) > 10 * len(used), "every row has moved"
     if optimiser == "adamw":
         facts = ("dropout", "learning_rate", "local_epochs", "local_steps", "recipe")
-        assert told.answer.knows == facts
+        assert with_decay.answer.knows == facts
 
 
 def test_what_was_not_trained_did_not_decay(own):
@@ -338,11 +338,11 @@ def test_steps_are_made_again_in_the_words_of_an_experiment(llama_tiny):
     }
 
     def proved(**other):
-        told = fedleak.SentUpdate(**sent | other)
-        learned = {"response_template": told.response_template}
+        sent_update = fedleak.SentUpdate(**sent | other)
+        learned = {"response_template": sent_update.response_template}
         model = adopt(module, own.tokenizer, **learned)
         ids = [tuple(ids) for ids in model.encode(texts)]
-        return replay.replay(model, ids, own_update.observe(delta, model, told)).verified
+        return replay.replay(model, ids, own_update.observe(delta, model, sent_update)).verified
 
     assert proved()
     for wrong in (
@@ -621,9 +621,9 @@ NO_SCORES = {
 }
 
 
-@pytest.mark.parametrize("what", NO_SCORES)
-def test_what_cannot_be_scored_is_said_in_one_line(own, what, monkeypatch):
-    changes, says = NO_SCORES[what]
+@pytest.mark.parametrize("case", NO_SCORES)
+def test_what_cannot_be_scored_is_said_in_one_line(own, case, monkeypatch):
+    changes, says = NO_SCORES[case]
     given = {"result": attack(own, gradients(own), kind="probes"), "texts": NOTES} | changes
     with pytest.raises(fedleak.ConfigError) as error:
         fedleak.score(given.pop("result"), given.pop("texts"), **given)
@@ -642,9 +642,9 @@ NO_TEXTS = {
 }
 
 
-@pytest.mark.parametrize("what", NO_TEXTS)
-def test_scores_are_of_all_texts_of_the_update(own, what):
-    texts, says = NO_TEXTS[what]
+@pytest.mark.parametrize("case", NO_TEXTS)
+def test_scores_are_of_all_texts_of_the_update(own, case):
+    texts, says = NO_TEXTS[case]
     result = attack(own, gradients(own))
     with pytest.raises(fedleak.ConfigError) as error:
         fedleak.score(result, texts)

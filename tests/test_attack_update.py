@@ -87,7 +87,7 @@ def test_all_of_it_is_written_for_its_owner_alone(here, tmp_path):
     assert "words: " in text
     assert out.stat().st_mode & 0o777 == 0o600
     table = json.loads(out.read_text())
-    assert set(table["words"]) == {word for each in TEXTS for word in each.split()}
+    assert set(table["words"]) == {word for private_text in TEXTS for word in private_text.split()}
     assert (table["answer"]["attack"], table["score"], table["texts"]) == ("probes", None, [])
 
 
@@ -207,7 +207,7 @@ def torch_file(value: Any) -> Callable[[Path], None]:
 def compressed(path: Path) -> None:
     torch.save({"a": torch.zeros(10**6)}, path)
     with zipfile.ZipFile(path) as archive:
-        parts = {each.filename: archive.read(each) for each in archive.infolist()}
+        parts = {member.filename: archive.read(member) for member in archive.infolist()}
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in parts.items():
             archive.writestr(name, content)

@@ -61,7 +61,7 @@ def test_reading_counts_what_was_read(bert_tiny, texts):
     ]
     attack = reading["make"]("position_marginals", args)
     answers = [reading["answered"](attack, *pair, bert_tiny, 0) for pair in pairs]
-    assert [(one.exact, one.likely) for one in answers] == [(1, True)] * 3
+    assert [(answer.exact, answer.likely) for answer in answers] == [(1, True)] * 3
     answers[0] = answers[0]._replace(truth=pairs[1][1])
     words = reading["line"]("1 plain", reading["figures"](answers, bert_tiny)).split()
     assert words[2:4] == ["2/3", "[21,"]
@@ -101,7 +101,7 @@ def test_gradient_matching_agrees_with_the_straightforward_version(matching):
 def test_memory_does_not_grow_with_the_guesses(matching):
     made = matching["bench"](matching["Size"](1, 64), 16, 2, 30522, 0)
     with made.exact.batch_gradients.ready():
-        used = {one.name: one.tensors for one in matching["memory"](made, 128)}
+        used = {usage.name: usage.tensors for usage in matching["memory"](made, 128)}
     assert used["128 moves"] < 1.1 * used["64 moves"]
 
 
@@ -142,8 +142,8 @@ def test_without_time_every_part_is_left_out_and_that_is_said(dry_run):
     assert status == 1
     assert [part["name"] for part in record["parts"]] == list(PARTS)
     for part in record["parts"]:
-        said = (part["status"], part["reason"], part["complete"])
-        assert said == ("skipped", "0 s are left of all, and it needs 1", False)
+        outcome = (part["status"], part["reason"], part["complete"])
+        assert outcome == ("skipped", "0 s are left of all, and it needs 1", False)
         assert f"| {part['name']} | **skipped in 0 s: 0 s are left of all" in table
 
 
@@ -156,16 +156,18 @@ def test_parts_of_the_gpu_benchmarks_run_on_a_cpu(dry_run):
         ("together", "done"),
     ]
     for part, name in zip(record["parts"], ("PASS", "TOGETHER"), strict=True):
-        values = [one for one in part["figures"] if one["what"].startswith(name)]
-        (present,) = [one for one in values if one["values"]["present"]]
-        fastest = [one for one in values if one["values"]["fastest"]]
+        values = [figure for figure in part["figures"] if figure["what"].startswith(name)]
+        (present,) = [figure for figure in values if figure["values"]["present"]]
+        fastest = [figure for figure in values if figure["values"]["fastest"]]
         assert present["ratio"] == 1
         assert len(values) > 2
-        assert {one["seconds"] for one in fastest} == {min(one["seconds"] for one in values)}
-        for one in part["figures"]:
-            assert one["seconds"] > 0
-            assert one["ratio"] == one["beside_seconds"] / one["seconds"]
-            assert f"| {one['what']} | {one['size']} |" in table
+        assert {figure["seconds"] for figure in fastest} == {
+            min(figure["seconds"] for figure in values)
+        }
+        for figure in part["figures"]:
+            assert figure["seconds"] > 0
+            assert figure["ratio"] == figure["beside_seconds"] / figure["seconds"]
+            assert f"| {figure['what']} | {figure['size']} |" in table
 
 
 @pytest.mark.slow
@@ -185,10 +187,10 @@ def test_all_of_the_gpu_benchmarks_run_on_a_cpu(dry_run):
     assert tests["values"]["skipped"] > 0
     (workers,) = parts["workers"]["figures"]
     assert workers["values"]["equal answers"] == workers["values"]["answers"] > 0
-    assert all(one["values"]["exact"][0] == "2" for one in parts["subspace"]["figures"][:3])
-    scored = [one["values"] for one in parts["cola"]["figures"]]
+    assert all(figure["values"]["exact"][0] == "2" for figure in parts["subspace"]["figures"][:3])
+    scored = [figure["values"] for figure in parts["cola"]["figures"]]
     assert len(scored) == 2
-    assert all(0 <= one["chance R-L"] <= 100 for one in scored)
+    assert all(0 <= values["chance R-L"] <= 100 for values in scored)
 
 
 FAKE = """
@@ -241,7 +243,7 @@ def test_a_part_that_fails_is_recorded_and_the_rest_goes_on(tmp_path):
     assert breaks["status"] == "failed"
     assert breaks["reason"] == "ValueError: what went wrong"
     assert "in breaks" in breaks["traceback"]
-    assert [one["what"] for one in breaks["figures"]] == ["half of it"]
+    assert [figure["what"] for figure in breaks["figures"]] == ["half of it"]
     assert (absent["status"], "no attribute 'absent'" in absent["reason"]) == ("failed", True)
     assert (dies["status"], dies["reason"]) == ("failed", "its process died with exit status 3")
     assert (works["status"], works["figures"][0]["ratio"]) == ("done", 2.5)
@@ -269,7 +271,13 @@ def test_what_has_to_be_installed_for_a_gpu_is_what_is_not_there(monkeypatch, ca
     monkeypatch.setitem(packages["lacking"].__globals__, "_installed", installed)
     lacking = list(packages["lacking"]())
     assert {"transformers>=5.20", "flwr>=1.41,<1.42", "pydantic>=2.12", "pytest>=9.0"} <= {*lacking}
-    assert not [one for one in lacking if one.startswith(("torch", "numpy", "ruff"))]
+    assert not [
+        requirement for requirement in lacking if requirement.startswith(("torch", "numpy", "ruff"))
+    ]
     kept = list(packages["constraints"]())
-    assert any(one.startswith("pydantic==") for one in kept)
-    assert not [one for one in kept if one.startswith(("torch==", "numpy==", "transformers=="))]
+    assert any(constraint.startswith("pydantic==") for constraint in kept)
+    assert not [
+        constraint
+        for constraint in kept
+        if constraint.startswith(("torch==", "numpy==", "transformers=="))
+    ]

@@ -95,12 +95,13 @@ def test_a_client_moves_the_sum_by_no_more_than_the_norm(norm, num_examples):
     """Its update there, and zeros in its place, the noise being the same."""
     defense = CentralDp(max_norm=0.5, noise_multiplier=2.0)
     others = [update_of(n, norm=10.0**n, num_examples=n) for n in (1, 2, 3)]
-    one = update_of(9, norm=1.0, num_examples=num_examples)
-    one = dataclasses.replace(one, tensors={n: v * norm for n, v in one.tensors.items()})
-    zeros = {name: torch.zeros_like(value) for name, value in one.tensors.items()}
-    gone = dataclasses.replace(one, tensors=zeros)
+    update = update_of(9, norm=1.0, num_examples=num_examples)
+    update = dataclasses.replace(update, tensors={n: v * norm for n, v in update.tensors.items()})
+    zeros = {name: torch.zeros_like(value) for name, value in update.tensors.items()}
+    gone = dataclasses.replace(update, tensors=zeros)
     there, without = (
-        flat(defense.combined([*others, each], rng=stream(1))) for each in (one, gone)
+        flat(defense.combined([*others, contribution], rng=stream(1)))
+        for contribution in (update, gone)
     )
     moved = 4 * float((there - without).norm())
     assert moved <= 0.5 * (1 + 1e-5)
@@ -255,14 +256,14 @@ def test_a_difference_of_models_is_the_mean_of_updates(tmp_path, algorithm, defe
     assert not (run.path / "held").exists() or not list((run.path / "held").iterdir())
     rate = 0.1 if algorithm == "fedsgd" else 1.0
     for key in run.captures.all_keys():
-        one, other = run.captures.read_capture(key), apart.captures.read_capture(key)
-        assert one.knowledge == other.knowledge
-        assert one.update.num_examples == other.update.num_examples
+        capture, expected = run.captures.read_capture(key), apart.captures.read_capture(key)
+        assert capture.knowledge == expected.knowledge
+        assert capture.update.num_examples == expected.update.num_examples
         before = run.models.read_model(key.round)
-        for name, value in one.update.tensors.items():
+        for name, value in capture.update.tensors.items():
             rounding = 2**-23 * float(before[name].abs().max()) / rate
             torch.testing.assert_close(
-                value, other.update.tensors[name], rtol=1e-4, atol=4 * rounding
+                value, expected.update.tensors[name], rtol=1e-4, atol=4 * rounding
             )
     assert vault.read_truth(run, Key(1, EVERYONE)) == vault.read_truth(apart, Key(1, EVERYONE))
 
@@ -290,12 +291,12 @@ def test_canaries_of_clients_are_looked_for_in_a_difference(tmp_path):
     dp_sgd = {"kind": "dp_sgd", "noise_multiplier": 0.05, "sampling": "fixed"}
     experiment = experiment_of(dp_sgd, threat=MODELS, canary={"count": 16})
     run = carried_out(tmp_path / "run", experiment)
-    found = run.read_document(SUMMARY).canary
-    assert {bound.client for bound in found.bounds} == {EVERYONE, 0, 1, 2}
+    canary = run.read_document(SUMMARY).canary
+    assert {bound.client for bound in canary.bounds} == {EVERYONE, 0, 1, 2}
     # A third of the mean is this client's, beside noise of three clients.
-    (together,) = [bound for bound in found.bounds if bound.client == EVERYONE]
+    (together,) = [bound for bound in canary.bounds if bound.client == EVERYONE]
     assert together.gaussian > 10
-    assert not found.alarms
+    assert not canary.alarms
 
 
 # --- canary clients -------------------------------------------------------------------------
@@ -425,7 +426,7 @@ def test_another_sight_is_another_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "small.toml").write_text(toml({"model.name": SMALL["name"]}))
     assert call("run", "small.toml")[0] == 0
-    status, _, said = call("attack", "runs/small", "--set", "threat.sees=models")
+    status, _, errors = call("attack", "runs/small", "--set", "threat.sees=models")
     assert status == 2
-    assert "threat.sees = 'models', but" in said
-    assert "captured what an attacker sees who sees 'updates'" in said
+    assert "threat.sees = 'models', but" in errors
+    assert "captured what an attacker sees who sees 'updates'" in errors

@@ -129,10 +129,10 @@ def test_versions_are_one_in_a_line_and_fedleaks_is_the_first() -> None:
     assert (status, errors) == (0, "")
     lines = [line.split() for line in text.splitlines()]
     assert lines[0] == ["fedleak", fedleak.__version__]
-    found = dict(lines)
-    assert found["python"] == platform.python_version()
-    assert found["torch"] == metadata.version("torch")
-    assert found["flwr"] == metadata.version("flwr")
+    versions = dict(lines)
+    assert versions["python"] == platform.python_version()
+    assert versions["torch"] == metadata.version("torch")
+    assert versions["flwr"] == metadata.version("flwr")
 
 
 # --- help and completion ------------------------------------------------------------------------
@@ -157,9 +157,9 @@ def help_of(*command: str) -> str:
 
 
 COMMANDS = {
-    one.name or one.callback.__name__.replace("_", "-"): one.callback
-    for one in app.registered_commands
-    if one.callback is not None
+    command.name or command.callback.__name__.replace("_", "-"): command.callback
+    for command in app.registered_commands
+    if command.callback is not None
 }
 
 
@@ -216,10 +216,10 @@ def test_a_shell_completes_commands_files_and_runs(
             "COMP_CWORD": str(len(typed) - 1),
         },
     )
-    found = set(done.stdout.split())
-    assert offered <= found
-    assert all(each.startswith(typed[-1]) for each in found)
-    assert offered or not found
+    completions = set(done.stdout.split())
+    assert offered <= completions
+    assert all(completion.startswith(typed[-1]) for completion in completions)
+    assert offered or not completions
 
 
 def test_nothing_is_cut_at_60_columns(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,8 +281,8 @@ def test_a_damaged_capture_fails_alone_and_can_be_mended(here: Path) -> None:
     assert status == 1
     assert "2 of 4 answers failed" in errors
     assert "r0001-c01.safetensors is damaged" in errors
-    found = sorted((row["client"], row["status"]) for row in rows("reconstructions.jsonl"))
-    assert found == [(0, "recovered")] * 2 + [(1, "failed")] * 2
+    outcomes = sorted((row["client"], row["status"]) for row in rows("reconstructions.jsonl"))
+    assert outcomes == [(0, "recovered")] * 2 + [(1, "failed")] * 2
     # What was measured before it was damaged stays.
     assert [row["status"] for row in rows("leakage.jsonl")] == ["recovered"] * 4
     capture.unlink()
@@ -303,11 +303,11 @@ def test_a_changed_experiment_is_refused_and_fresh_moves_the_old_run_aside(here:
 
 def test_stored_captures_take_new_attacks_and_threat_models(here: Path) -> None:
     assert call("run", "small.toml")[0] == 0
-    told = ["attack", "runs/small", "--set", 'threat.knows=["labels", "lengths"]', "--set"]
-    status, _, errors = call(*told, 'attack=[{kind="dlg", steps=2}]')
+    command = ["attack", "runs/small", "--set", 'threat.knows=["labels", "lengths"]', "--set"]
+    status, _, errors = call(*command, 'attack=[{kind="dlg", steps=2}]')
     assert status == 2
     assert "give this one another name" in errors
-    assert call(*told, 'attack=[{kind="dlg", name="dlg-told", steps=2}]')[0] == 0
+    assert call(*command, 'attack=[{kind="dlg", name="dlg-told", steps=2}]')[0] == 0
     knows = {row["attack"]: row["knows"] for row in rows("leakage.jsonl")}
     assert "lengths" in knows["dlg-told"]
     assert "lengths" not in knows["dlg"]

@@ -102,7 +102,7 @@ def importer_of(i: int, where: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def broken_contracts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What is said of the packages with all those imports."""
     folder = copy(tmp_path_factory.mktemp("intruders"))
     for i, (_, where, imported) in enumerate(FORBIDDEN):
@@ -117,9 +117,9 @@ def test_no_contract_is_broken(tmp_path):
 
 
 @pytest.mark.parametrize(("i", "case"), list(enumerate(FORBIDDEN)))
-def test_a_forbidden_import_breaks_its_contract(told, i, case):
+def test_a_forbidden_import_breaks_its_contract(broken_contracts, i, case):
     contract, where, imported = case
-    assert f"{importer_of(i, where)} -> {imported} (l." in told[contract]
+    assert f"{importer_of(i, where)} -> {imported} (l." in broken_contracts[contract]
 
 
 def test_every_contract_has_an_import_that_breaks_it():

@@ -296,7 +296,7 @@ def test_damage_is_named_and_takes_nothing_along(run, kind):
     damage(run.path)
     status, _, errors = call_on(run, "score")
     assert (status, says in errors) == (expected, True), errors
-    assert not any(each in errors for each in private)
+    assert not any(text in errors for text in private)
     if status:
         assert "fedleak run" in errors  # the remedy
     assert (scores(run), run.rows(Lines("privacy.jsonl", dict))) == (before, spent)
@@ -369,9 +369,9 @@ def test_what_was_never_scored_and_has_no_truth_is_missing(run):
     assert "probes unscored: what the client trained on is not here" in out
     assert "2 of 2 captures have no truth" in errors
     assert "answers are unscored: `fedleak score" in errors
-    found = scores(run).values()
-    assert {row["status"] for row in found} <= {"unscored", "abstained"}
-    assert {row["rougeL"] for row in found} == {None}
+    leakage_rows = scores(run).values()
+    assert {row["status"] for row in leakage_rows} <= {"unscored", "abstained"}
+    assert {row["rougeL"] for row in leakage_rows} == {None}
 
 
 def test_a_ledger_without_its_notes_guarantees_nothing(run):
@@ -420,10 +420,10 @@ def test_what_is_not_this_runs_is_neither_attacked_nor_taken_for_an_answer(run, 
     assert status == 1
     assert says in errors
     assert "answers failed" in errors
-    found = [
+    new_attack_rows = [
         row for row in run.rows(Lines(REC, dict)) if row["attack"] == "again" and row["client"] == 0
     ]
-    assert [row["status"] for row in found] == ["failed"]
+    assert [row["status"] for row in new_attack_rows] == ["failed"]
     assert {key: row for key, row in scores(run).items() if key in before} == before
 
 
@@ -432,13 +432,13 @@ def test_a_capture_that_is_gone_is_missing_for_a_new_attack(run):
     status, _, errors = call_on(run, "score")  # all that was asked is answered
     assert status == 1
     assert "1 of 2 captures are missing (r0001-c00)" in errors
-    asked = ["attack", str(run.path), "--set", 'attack=[{kind="probes", name="again"}]']
-    status, _, errors = call(*asked)
+    command = ["attack", str(run.path), "--set", 'attack=[{kind="probes", name="again"}]']
+    status, _, errors = call(*command)
     assert status == 1
     assert "1 of 2 captures are missing (r0001-c00)" in errors
     assert "trains their rounds again" in errors
     assert call_on(run, "run")[0] == 0
-    assert call(*asked)[0] == 0
+    assert call(*command)[0] == 0
 
 
 def test_a_folder_with_files_of_nobody_knows_what_is_refused(run):
@@ -546,8 +546,8 @@ def test_failed_answers_are_counted_with_their_reasons(run):
 def test_only_its_owner_can_read_any_file_of_a_run(finished):
     path = finished / "runs" / "small"
     modes = {
-        str(each.relative_to(path)): stat.S_IMODE(each.stat().st_mode)
-        for each in [path, *path.rglob("*")]
+        str(member.relative_to(path)): stat.S_IMODE(member.stat().st_mode)
+        for member in [path, *path.rglob("*")]
     }
     folders = {".", "captures", "models", "vault", "defended"}
     keys = ("r0001-c00", "r0001-c01")
@@ -568,12 +568,12 @@ PURGED = {"vault", "captures", "models", "held_out.json", REC}
 
 
 def everything(path: Path) -> bytes:
-    return b"".join(each.read_bytes() for each in path.rglob("*") if each.is_file())
+    return b"".join(file.read_bytes() for file in path.rglob("*") if file.is_file())
 
 
 def test_a_purge_deletes_what_texts_can_be_read_from_and_keeps_the_figures(run):
     before, spent = scores(run), run.rows(Lines("privacy.jsonl", dict))
-    there = {each.name for each in run.path.iterdir()}
+    there = {child.name for child in run.path.iterdir()}
     private = [json.dumps(run.vault.read_note(key)["sequences"][0]) for key in run.vault.all_keys()]
     (run.path / f".{REC}.4711").write_text("half written")
     for status, text, _ in [call_on(run, "purge")]:
@@ -582,8 +582,8 @@ def test_a_purge_deletes_what_texts_can_be_read_from_and_keeps_the_figures(run):
             assert f"deleted: {run.path / name} (" in text
         assert "kept:" in text
         assert "leakage.jsonl" in text.partition("kept:")[2]
-    assert there - {each.name for each in run.path.iterdir()} == PURGED
-    assert not any(each.encode() in everything(run.path) for each in private)
+    assert there - {child.name for child in run.path.iterdir()} == PURGED
+    assert not any(sequence.encode() in everything(run.path) for sequence in private)
     date = run.info()["purged"]
     for _ in range(2):
         status, text, _ = call_on(run, "score")
@@ -675,12 +675,12 @@ def test_a_run_that_is_not_finished_or_not_scored_is_not_purged(run, kind):
         gone("leakage.jsonl")(run.path)
     else:
         run.write_rows(Lines(REC, dict), run.rows(Lines(REC, dict))[1:])
-    there = {each.name for each in run.path.iterdir()}
+    there = {child.name for child in run.path.iterdir()}
     status, _, errors = call_on(run, "purge")
     assert status == 1
     assert "nothing was deleted" in errors
     assert "purged" not in run.info()
-    assert there <= {each.name for each in run.path.iterdir()}
+    assert there <= {child.name for child in run.path.iterdir()}
 
 
 # --- a cell of a sweep ----------------------------------------------------------------------------

@@ -115,7 +115,7 @@ def update_of(seed=0):
 
 def of(*values, dtype=torch.float64):
     """An update of one tensor for each list of numbers."""
-    tensors = {str(i): torch.tensor(each, dtype=dtype) for i, each in enumerate(values)}
+    tensors = {str(i): torch.tensor(numbers, dtype=dtype) for i, numbers in enumerate(values)}
     return ClientUpdate(UpdateKind.GRADIENT, tensors, 1)
 
 
@@ -139,19 +139,19 @@ def test_every_defense_is_in_this_file():
 def test_a_defense_is_a_pure_function_of_update_and_stream(kind):
     defense, update = MADE[kind], update_of()
     state = torch.get_rng_state()
-    one, same, other = (done(defense, update, n) for n in (1, 1, 2))
+    defended, same, other = (done(defense, update, n) for n in (1, 1, 2))
     assert torch.equal(torch.get_rng_state(), state), "draws from the global stream"
-    assert (one.kind, one.num_examples) == (update.kind, update.num_examples)
-    assert list(one.tensors) == list(update.tensors)
+    assert (defended.kind, defended.num_examples) == (update.kind, update.num_examples)
+    assert list(defended.tensors) == list(update.tensors)
     for name, before in update_of().tensors.items():
         assert torch.equal(update.tensors[name], before)
-        assert torch.equal(one.tensors[name], same.tensors[name])
+        assert torch.equal(defended.tensors[name], same.tensors[name])
         dtype = torch.bfloat16 if kind == "cast" else before.dtype
-        assert (one.tensors[name].shape, one.tensors[name].dtype) == (before.shape, dtype)
+        assert (defended.tensors[name].shape, defended.tensors[name].dtype) == (before.shape, dtype)
         # Written to by nobody who holds the one before.
-        assert one.tensors[name].data_ptr() != update.tensors[name].data_ptr()
-    assert not torch.equal(one.tensors["a"], update.tensors["a"])
-    assert torch.equal(one.tensors["a"], other.tensors["a"]) == (kind in WITHOUT_CHANCE)
+        assert defended.tensors[name].data_ptr() != update.tensors[name].data_ptr()
+    assert not torch.equal(defended.tensors["a"], update.tensors["a"])
+    assert torch.equal(defended.tensors["a"], other.tensors["a"]) == (kind in WITHOUT_CHANCE)
 
 
 @pytest.mark.parametrize("kind", sorted(OF_TRAINING))
@@ -197,17 +197,17 @@ def test_a_defense_works_on_what_was_cast_and_keeps_its_precision(kind):
         half = dataclasses.replace(
             update, tensors={name: value.to(dtype) for name, value in update.tensors.items()}
         )
-        found = done(MADE[kind], half).tensors
+        tensors = done(MADE[kind], half).tensors
         expected = torch.bfloat16 if kind == "cast" else dtype
-        assert {value.dtype for value in found.values()} == {expected}
-        assert all(value.isfinite().all() for value in found.values())
+        assert {value.dtype for value in tensors.values()} == {expected}
+        assert all(value.isfinite().all() for value in tensors.values())
         # What it does to the same numbers in double precision, but for rounding.
         if kind not in ("mask", "gaussian_noise", "local_dp", "quantize"):
             exact = dataclasses.replace(
                 half, tensors={name: value.double() for name, value in half.tensors.items()}
             )
             wide = done(MADE[kind], exact).tensors
-            for name, value in found.items():
+            for name, value in tensors.items():
                 torch.testing.assert_close(
                     value.double(), wide[name].double(), rtol=1e-2, atol=2e-2
                 )
@@ -215,10 +215,10 @@ def test_a_defense_works_on_what_was_cast_and_keeps_its_precision(kind):
 
 @pytest.mark.parametrize("kind", OF_UPDATE)
 def test_an_update_of_zeros_survives(kind):
-    found = done(MADE[kind], of([0.0, 0.0, 0.0], [0.0], dtype=torch.float32))
-    assert all(bool(value.isfinite().all()) for value in found.tensors.values())
+    defended = done(MADE[kind], of([0.0, 0.0, 0.0], [0.0], dtype=torch.float32))
+    assert all(bool(value.isfinite().all()) for value in defended.tensors.values())
     if "noise" not in kind and kind != "local_dp":
-        assert not any(bool(value.any()) for value in found.tensors.values())
+        assert not any(bool(value.any()) for value in defended.tensors.values())
 
 
 # --- what they claim ------------------------------------------------------------------------
@@ -401,10 +401,10 @@ def test_a_cast_is_to_the_nearest_number_of_so_many_bits(dtype, largest, bits):
     cast = done(Cast(dtype=dtype), update).tensors["a"]
     assert cast.element_size() == 2
     *within, above, below = cast.double().tolist()
-    for found, number in zip(within, values.double().tolist(), strict=False):
+    for cast_number, number in zip(within, values.double().tolist(), strict=False):
         mantissa, exponent = math.frexp(number)
         rounded = math.ldexp(round(math.ldexp(mantissa, bits)), exponent - bits)
-        assert found == rounded
+        assert cast_number == rounded
     assert (above, below) == (math.inf, -math.inf)
 
 
@@ -444,8 +444,8 @@ def test_laplace_noise_is_laplace_with_its_scale(scale):
 @pytest.mark.parametrize("kind", ["gaussian_noise", "laplace_noise", "local_dp"])
 def test_the_noise_of_two_tensors_is_not_the_same(kind):
     zeros = of([0.0] * 4000, [0.0] * 4000)
-    one, other = done(MADE[kind], zeros).tensors.values()
-    assert abs(torch.corrcoef(torch.stack([one, other]))[0, 1]) < 0.08
+    first, second = done(MADE[kind], zeros).tensors.values()
+    assert abs(torch.corrcoef(torch.stack([first, second]))[0, 1]) < 0.08
 
 
 @given(
@@ -454,14 +454,14 @@ def test_the_noise_of_two_tensors_is_not_the_same(kind):
 )
 def test_clipping_scales_the_whole_update_to_the_norm_if_it_is_longer(values, max_norm):
     update = of(*values)
-    norm = math.sqrt(math.fsum(x * x for each in values for x in each))
-    found = flat(done(Clip(max_norm=max_norm), update))
+    norm = math.sqrt(math.fsum(x * x for tensor_values in values for x in tensor_values))
+    clipped = flat(done(Clip(max_norm=max_norm), update))
     if norm <= max_norm:
-        assert torch.equal(found, flat(update))
+        assert torch.equal(clipped, flat(update))
     else:
-        assert float(found.norm()) == pytest.approx(max_norm, rel=1e-9)
+        assert float(clipped.norm()) == pytest.approx(max_norm, rel=1e-9)
         # One factor for all: the direction is kept.
-        torch.testing.assert_close(found, flat(update) * (max_norm / norm), rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(clipped, flat(update) * (max_norm / norm), rtol=1e-9, atol=1e-12)
 
 
 def test_local_dp_is_clipped_and_its_noise_is_in_twice_the_norm():
@@ -469,7 +469,7 @@ def test_local_dp_is_clipped_and_its_noise_is_in_twice_the_norm():
     nothing = dataclasses.replace(
         update, tensors={name: torch.zeros_like(v) for name, v in update.tensors.items()}
     )
-    noise, noisy = (flat(done(defense, one)) for one in (nothing, update))
+    noise, noisy = (flat(done(defense, undefended)) for undefended in (nothing, update))
     # The same stream gives the same noise, whatever it is added to.
     assert float((noisy - noise).norm()) == pytest.approx(0.3, rel=1e-3)
     original = flat(update)
@@ -509,9 +509,9 @@ def test_pruning_keeps_exactly_the_largest_of_the_whole_update(data, fraction):
     signed = [size * data.draw(st.sampled_from([-1.0, 1.0])) for size in sizes]
     cuts = sorted(data.draw(st.sets(st.integers(1, len(sizes)), max_size=3)) - {len(sizes)})
     pieces = [signed[a:b] for a, b in zip([0, *cuts], [*cuts, len(sizes)], strict=True)]
-    found = flat(done(Prune(fraction=fraction), of(*pieces))).tolist()
+    pruned = flat(done(Prune(fraction=fraction), of(*pieces))).tolist()
     kept = set(sorted(sizes, reverse=True)[: len(sizes) - round(fraction * len(sizes))])
-    assert found == [x if abs(x) in kept else 0.0 for x in signed]
+    assert pruned == [x if abs(x) in kept else 0.0 for x in signed]
 
 
 @given(
@@ -527,19 +527,19 @@ def test_pruning_is_what_sorting_all_gives_also_of_equal_numbers(pieces, fractio
     )
     expected = values.clone()
     expected[order[: round(fraction * len(values))]] = 0.0
-    found = flat(done(Prune(fraction=fraction), update))
-    assert torch.equal(found.nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
+    pruned = flat(done(Prune(fraction=fraction), update))
+    assert torch.equal(pruned.nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
 
 
 def test_of_numbers_of_one_size_pruning_drops_its_fraction_all_the_same():
-    found = flat(done(Prune(fraction=0.3), of([1.0, -1.0] * 20, [1.0] * 60)))
-    assert int((found == 0).sum()) == 30
+    pruned = flat(done(Prune(fraction=0.3), of([1.0, -1.0] * 20, [1.0] * 60)))
+    assert int((pruned == 0).sum()) == 30
 
 
 def test_signs_are_scaled_by_the_mean_size_of_their_tensor():
-    found = done(Sign(), of([3.0, -1.0, 0.0, -4.0], [-0.5]))
-    assert found.tensors["0"].tolist() == [2.0, -2.0, 0.0, -2.0]
-    assert found.tensors["1"].tolist() == [-0.5]
+    signs = done(Sign(), of([3.0, -1.0, 0.0, -4.0], [-0.5]))
+    assert signs.tensors["0"].tolist() == [2.0, -2.0, 0.0, -2.0]
+    assert signs.tensors["1"].tolist() == [-0.5]
 
 
 @given(
@@ -548,12 +548,12 @@ def test_signs_are_scaled_by_the_mean_size_of_their_tensor():
     st.booleans(),
 )
 def test_quantizing_rounds_to_a_grid_about_zero(values, bits, stochastic):
-    found = flat(done(Quantize(bits=bits, stochastic=stochastic), of(values))).tolist()
+    quantized = flat(done(Quantize(bits=bits, stochastic=stochastic), of(values))).tolist()
     largest = max(map(abs, values))
     most = 2 ** (bits - 1) - 1
     step = largest / most
-    assert len(set(found)) <= 2**bits - 1
-    for before, after in zip(values, found, strict=True):
+    assert len(set(quantized)) <= 2**bits - 1
+    for before, after in zip(values, quantized, strict=True):
         assert abs(after - before) <= step * (1.0 if stochastic else 0.5) * (1 + 1e-6)
         assert abs(after) <= largest * (1 + 1e-9)
         if step > 0:
@@ -565,8 +565,8 @@ def test_quantizing_rounds_to_a_grid_about_zero(values, bits, stochastic):
 
 
 def test_each_tensor_has_a_grid_of_its_own():
-    found = done(Quantize(bits=2), of([100.0, 20.0], [1.0, 0.7, -0.2], [0.0, 0.0]))
-    assert [value.tolist() for value in found.tensors.values()] == [
+    quantized = done(Quantize(bits=2), of([100.0, 20.0], [1.0, 0.7, -0.2], [0.0, 0.0]))
+    assert [value.tolist() for value in quantized.tensors.values()] == [
         [100.0, 0.0],
         [1.0, 1.0, 0.0],
         [0.0, 0.0],
@@ -576,13 +576,13 @@ def test_each_tensor_has_a_grid_of_its_own():
 def test_stochastic_rounding_is_right_on_average():
     numbers, draws = torch.tensor([1.0, 0.01, -0.3, 0.77, -0.999, 0.0, 0.5]), 20_000
     update = of(numbers.repeat(draws).tolist())
-    found = flat(done(Quantize(bits=3, stochastic=True), update)).view(draws, -1)
+    quantized = flat(done(Quantize(bits=3, stochastic=True), update)).view(draws, -1)
     step = 1 / 3
     up = (numbers.double() / step) % 1
     deviation = step * (up * (1 - up) / draws).sqrt()
-    off = (found.mean(0) - numbers.double()).abs()
+    off = (quantized.mean(0) - numbers.double()).abs()
     assert bool((off <= 5 * deviation + 1e-7).all())
-    assert int((found.std(0) > 0).sum()) == 5, "1 and 0 are on the grid, the others are not"
+    assert int((quantized.std(0) > 0).sum()) == 5, "1 and 0 are on the grid, the others are not"
 
 
 # --- updates that are not finite ------------------------------------------------------------
@@ -592,16 +592,16 @@ def test_stochastic_rounding_is_right_on_average():
 def test_what_is_dropped_is_zero_also_where_a_cast_has_overflowed(kind):
     update = of([70000.0] * 50 + [1.0] * 50, dtype=torch.float32)
     cast = done(Cast(dtype="float16"), update)
-    found = done(dataclasses.replace(MADE[kind], fraction=0.6), cast).tensors["0"]
-    assert not found.isnan().any()
-    assert (found == 0).any()
+    remaining = done(dataclasses.replace(MADE[kind], fraction=0.6), cast).tensors["0"]
+    assert not remaining.isnan().any()
+    assert (remaining == 0).any()
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_local_dp_bounds_whatever_the_client_computed(value):
-    found = flat(done(LocalDp(max_norm=1.0, noise_multiplier=1.0), of([value, 1.0, 2.0])))
+    noisy = flat(done(LocalDp(max_norm=1.0, noise_multiplier=1.0), of([value, 1.0, 2.0])))
     noise = flat(done(LocalDp(max_norm=1.0, noise_multiplier=1.0), of([0.0, 0.0, 0.0])))
-    assert float((found - noise).norm()) <= 1 + 1e-9
+    assert float((noisy - noise).norm()) <= 1 + 1e-9
 
 
 # --- settings that are refused --------------------------------------------------------------

@@ -65,10 +65,10 @@ pytestmark = [
 
 def wait_for(condition: Callable[[], Any], seconds: float = 900) -> Any:
     deadline = time.monotonic() + seconds
-    while not (found := condition()):
+    while not (outcome := condition()):
         assert time.monotonic() < deadline, f"waited {seconds} s"
         time.sleep(0.5)
-    return found
+    return outcome
 
 
 @pytest.fixture
@@ -117,13 +117,13 @@ def check_goes_on(made: Any) -> None:
     On a busy machine Flower can lose a reply. Then the run has to be given once more, as run.sh
     does; whatever else fails, fails each time.
     """
-    told = ""
+    output = ""
     for _ in range(deployment.TRIES):
         quick = {"answers-within": deployment.ANSWER_SECONDS}
-        status, told = made.watch(submit(made, **quick), 300)
+        status, output = made.watch(submit(made, **quick), 300)
         if status == 0:
             return check_whole(made)
-    pytest.fail(f"{told}\n{made.log('superlink')}")
+    pytest.fail(f"{output}\n{made.log('superlink')}")
 
 
 def check_whole(made: Any) -> None:
@@ -165,7 +165,9 @@ def test_one_command_goes_from_nothing_to_the_report(tmp_path: Path) -> None:
     assert "unscored" not in {row["status"] for row in rows}
     assert sum(row["verified"] for row in rows if row["attack"] == "dager") > 0
     assert (run.path / "report.html").is_file()
-    assert not [each for each in psutil.process_iter(["cmdline"]) if str(folder) in str(each.info)]
+    assert not [
+        process for process in psutil.process_iter(["cmdline"]) if str(folder) in str(process.info)
+    ]
     again = subprocess.run(
         [sys.executable, deployment.__file__, folder], capture_output=True, text=True, check=False
     )
@@ -180,7 +182,7 @@ def test_an_app_of_others_is_tapped_and_attacked(made: Any, tmp_path: Path) -> N
 
     def online() -> int:
         listed = made.flwr("supernode", "list", deployment.NAME, "--format", "json")
-        return sum(each["status"] == "online" for each in json.loads(listed)["nodes"])
+        return sum(supernode["status"] == "online" for supernode in json.loads(listed)["nodes"])
 
     wait_for(lambda: online() == NODES)
     clipped = tmp_path / "clipped"
@@ -200,15 +202,17 @@ def check_is_tapped_and_attacked(made: Any, app: Path) -> None:
     model, truth = str(builtin.folder("bert-tiny")), made.folder / f"{app.name}.jsonl"
     tapped = made.server / app.name
     config = {"model": model, "tapped": str(tapped), "truth": str(truth), "lr": 2.0, "rounds": 2}
-    status, told = made.watch(made.submit(app, **config), 300)
-    assert status == 0, told
+    status, output = made.watch(made.submit(app, **config), 300)
+    assert status == 0, output
     about = made.folder / f"{app.name}.toml"
     training = {"learning_rate_key": "lr", "batch_size": 2, "dropout": False}
     table = {"model": {"name": model}, "training": training, "truth": {"file": str(truth)}}
     about.write_text(tomli_w.dumps(table | {"attack": [{"kind": "keyspan", "seconds": 60.0}]}))
-    status, told = made.fedleak("import", str(tapped), "--about", str(about))
-    assert status == 0, told
-    assert f"{2 * NODES} updates of {NODES} clients in 2 rounds, {2 * NODES} with the truth" in told
+    status, output = made.fedleak("import", str(tapped), "--about", str(about))
+    assert status == 0, output
+    assert (
+        f"{2 * NODES} updates of {NODES} clients in 2 rounds, {2 * NODES} with the truth" in output
+    )
     run = str(tapped.with_name(f"{app.name}-run"))
     assert made.fedleak("attack", run)[0] == 0
     rows = [row for row in Run(Path(run)).rows(LEAKAGE) if row.attack == "probes"]
@@ -328,23 +332,23 @@ def test_an_expired_certificate_ends_all_in_a_line(tmp_path: Path) -> None:
         federation.start_node(0)
         wait_for(lambda: not federation.alive("node-0"), 120)
         assert "certificate has expired" in federation.log("node-0")
-        status, told = federation.fedleak("watch", "deployment")
-        assert status == 1, told
-        assert "the certificate of the SuperLink 'deployment' is refused" in told
+        status, output = federation.fedleak("watch", "deployment")
+        assert status == 1, output
+        assert "the certificate of the SuperLink 'deployment' is refused" in output
 
 
 def test_a_node_that_comes_late_takes_part_and_one_that_never_comes_is_missed(made: Any) -> None:
     made.start_node(0)
     number = submit(made, **{"nodes-within": 5})
-    status, told = made.watch(number)
-    assert status == 1, told
-    assert "federation.clients = 2, but Flower has 1 nodes after 5 s" in told
+    status, output = made.watch(number)
+    assert status == 1, output
+    assert "federation.clients = 2, but Flower has 1 nodes after 5 s" in output
     assert Run(made.run).captures.all_keys() == []
     number = submit(made, **{"nodes-within": 300})
     time.sleep(10)
     made.start_node(1)
-    status, told = made.watch(number, 300)
-    assert status == 0, told
+    status, output = made.watch(number, 300)
+    assert status == 0, output
     check_whole(made)
 
 
@@ -356,9 +360,9 @@ def test_a_node_that_is_killed_in_a_round_fails_it_and_the_run_goes_on_afterward
     number = submit(made, **{"answers-within": 120})
     other = 1 - first_capture(made).client
     made.kill(f"node-{other}")
-    status, told = made.watch(number, 300)
-    assert status == 1, told
-    assert f"client {other}" in told
+    status, output = made.watch(number, 300)
+    assert status == 1, output
+    assert f"client {other}" in output
     start_again(made, other)
     check_goes_on(made)
 
@@ -369,11 +373,11 @@ def test_a_node_that_never_answers_is_waited_for_as_long_as_was_said(made: Any) 
     number = submit(made, **{"answers-within": 90})
     silent = 1 - first_capture(made).client
     stopped = psutil.Process(made._processes[f"node-{silent}"].pid)
-    for each in [stopped, *stopped.children(recursive=True)]:
-        each.send_signal(signal.SIGSTOP)
-    status, told = made.watch(number, 300)
-    assert status == 1, told
-    assert f"client {silent}" in told
+    for process in [stopped, *stopped.children(recursive=True)]:
+        process.send_signal(signal.SIGSTOP)
+    status, output = made.watch(number, 300)
+    assert status == 1, output
+    assert f"client {silent}" in output
 
 
 def test_a_superlink_that_is_killed_ends_the_run_and_starts_again_where_it_was(made: Any) -> None:
@@ -382,13 +386,13 @@ def test_a_superlink_that_is_killed_ends_the_run_and_starts_again_where_it_was(m
     number = submit(made)
     first_capture(made)
     made.kill("superlink")
-    status, told = made.watch(number, 0)
-    assert status == 1, told
-    assert "does not answer" in told
+    status, output = made.watch(number, 0)
+    assert status == 1, output
+    assert "does not answer" in output
     made.start_superlink()
-    status, told = made.watch(number, 300)
-    assert status == 1, told
-    assert "finished:failed" in told, told
+    status, output = made.watch(number, 300)
+    assert status == 1, output
+    assert "finished:failed" in output, output
     check_goes_on(made)
 
 
@@ -405,8 +409,8 @@ def summing(tmp_path: Path) -> Iterator[Any]:
 
 
 def test_a_secure_sum_between_machines_is_that_of_the_model(summing: Any) -> None:
-    status, told = summing.watch(submit(summing), 600)
-    assert status == 0, told
+    status, output = summing.watch(submit(summing), 600)
+    assert status == 0, output
     assert not dropped_out(Run(summing.run), 1)
     check_sum(summing, range(3))
 
@@ -422,8 +426,8 @@ def test_a_secure_sum_does_without_a_node_that_leaves_within_the_round(summing: 
     there = wait_for(trained, 1200)
     lost = next(node for node in nodes if node not in there)
     summing.kill(f"node-{lost}")
-    status, told = summing.watch(number, 600)
-    assert status == 0, told
+    status, output = summing.watch(number, 600)
+    assert status == 0, output
     assert dropped_out(Run(summing.run), 1) == {lost}
     check_sum(summing, [node for node in nodes if node != lost])
 
@@ -437,10 +441,10 @@ def check_sum(made: Any, nodes: Iterable[int]) -> None:
     step = experiment.aggregator.update_claims(experiment.local_training, 2).step
     assert step is not None
     expected = mean_update(gradient(made, experiment, Key(1, node)) for node in nodes)
-    found = run.captures.read_capture(Key(1, EVERYONE)).update
-    assert found.num_examples == expected.num_examples
+    update = run.captures.read_capture(Key(1, EVERYONE)).update
+    assert update.num_examples == expected.num_examples
     for name, value in expected.tensors.items():
-        torch.testing.assert_close(found.tensors[name], value, rtol=1e-4, atol=step)
+        torch.testing.assert_close(update.tensors[name], value, rtol=1e-4, atol=step)
 
 
 def gradient(made: Any, experiment: Experiment, key: Key) -> ClientUpdate:
@@ -474,9 +478,9 @@ def test_a_full_disk_at_the_server_is_a_line_and_what_is_written_stays(
         wait_for(lambda: (made.run / "captures").is_dir())
         with suppress(OSError):  # which is what it is for
             filler.write_bytes(bytes(200 * 2**20))
-        status, told = made.watch(number, 300)
-        assert status == 1, told
-        assert "No space left on device" in told
+        status, output = made.watch(number, 300)
+        assert status == 1, output
+        assert "No space left on device" in output
         filler.unlink()
         check_goes_on(made)
     finally:

@@ -125,8 +125,8 @@ class Block(NamedTuple):
     @property
     def file(self) -> str | None:
         """The file that the block is, if its first line says so."""
-        said = re.match(r"# ([\w./-]+\.\w+)\n", self.text)
-        return said[1] if said else None
+        match = re.match(r"# ([\w./-]+\.\w+)\n", self.text)
+        return match[1] if match else None
 
     @property
     def commands(self) -> list[str]:
@@ -141,13 +141,17 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 COMMANDS = {
-    page: [each for block in blocks(page) if block.language == "sh" for each in block.commands]
+    page: [
+        command for block in blocks(page) if block.language == "sh" for command in block.commands
+    ]
     for page in PAGES
 }
 EXPERIMENTS = {
     f"{page.stem}-{number}": block.text
     for page in PAGES
-    for number, block in enumerate(each for each in blocks(page) if each.language == "toml")
+    for number, block in enumerate(
+        toml_block for toml_block in blocks(page) if toml_block.language == "toml"
+    )
     if "[project]" not in block.text and block.file != "about.toml"
 }
 

@@ -25,17 +25,19 @@ def shown(**changes):
     return file.getvalue()
 
 
-def by_name(found):
-    return {one.name: one for one in found.attacks}
+def by_name(explained_run):
+    return {attack.name: attack for attack in explained_run.attacks}
 
 
 def test_every_attack_is_in_it_and_those_of_the_file_are_marked():
-    found = explained(attack=[{"kind": "dlg", "name": "mine"}])
-    assert {one.name for one in found.attacks} == (attacks.kinds().keys() - {"dlg"}) | {"mine"}
-    assert {one.name for one in found.attacks if one.listed} == {"probes", "mine"}
+    explained_run = explained(attack=[{"kind": "dlg", "name": "mine"}])
+    assert {attack.name for attack in explained_run.attacks} == (
+        attacks.kinds().keys() - {"dlg"}
+    ) | {"mine"}
+    assert {attack.name for attack in explained_run.attacks if attack.listed} == {"probes", "mine"}
     # What runs somebody's program does not know which, an honest server imprints nothing, and
     # a classifier's text has no next token.
-    assert {one.name for one in found.attacks if one.reason} == {
+    assert {attack.name for attack in explained_run.attacks if attack.reason} == {
         "adapter_imprint",
         "command",
         "decepticons",
@@ -62,10 +64,10 @@ def test_a_sum_is_said_to_be_one_clients_in_the_rounds_that_have_a_target():
 
 def test_an_attack_that_cannot_work_says_why_whether_it_is_listed_or_not():
     model = {"name": "builtin/llama-tiny"}
-    found = by_name(explained(model=model, attack=[{"kind": "position_marginals"}]))
-    assert "rows of positions" in found["position_marginals"].reason
-    assert found["position_marginals"].listed
-    assert found["dager"].reason is None
+    explained_attacks = by_name(explained(model=model, attack=[{"kind": "position_marginals"}]))
+    assert "rows of positions" in explained_attacks["position_marginals"].reason
+    assert explained_attacks["position_marginals"].listed
+    assert explained_attacks["dager"].reason is None
     embedding = {"share": ["classifier"]}
     assert "needs" in by_name(explained(update=embedding))["dager"].reason
 
@@ -79,9 +81,9 @@ def test_a_loss_on_responses_is_said_and_ends_what_needs_all_tokens():
         }
     }
     assert "clients learn what stands behind the last '### Response:' of a text" in shown(**learned)
-    found = by_name(explained(**learned))
-    assert "model.response_template" in found["lamp"].reason
-    assert found["dager"].reason is None
+    explained_attacks = by_name(explained(**learned))
+    assert "model.response_template" in explained_attacks["lamp"].reason
+    assert explained_attacks["dager"].reason is None
 
 
 def test_adapters_are_no_matter_of_what_is_shared_and_are_silent_in_round_1():
@@ -97,21 +99,21 @@ def test_adapters_are_no_matter_of_what_is_shared_and_are_silent_in_round_1():
 
 
 def test_a_prior_that_is_not_there_is_a_reason():
-    found = by_name(explained(attack=[{"kind": "lamp", "prior": "/no/such/folder"}]))
-    assert "/no/such/folder" in found["lamp"].reason
+    explained_attacks = by_name(explained(attack=[{"kind": "lamp", "prior": "/no/such/folder"}]))
+    assert "/no/such/folder" in explained_attacks["lamp"].reason
 
 
 def test_what_the_attacker_knows_is_what_was_granted_and_what_the_server_set():
-    found = explained(threat__knows=["labels"])
-    assert set(found.knows) == {"labels", "learning_rate", "local_steps", "dropout"}
-    assert set(found.unknown) == GRANTABLE - {"labels"}
+    explained_run = explained(threat__knows=["labels"])
+    assert set(explained_run.knows) == {"labels", "learning_rate", "local_steps", "dropout"}
+    assert set(explained_run.unknown) == GRANTABLE - {"labels"}
 
 
 def test_captures_of_clients_with_other_defenses_are_told_apart():
     freeze = {"kind": "freeze", "parameters": ["q1", "k1", "v1"], "clients": [0]}
-    found = explained(defense=[freeze], federation__clients=3)
-    assert len(found.captured) == 2
-    assert max(found.captured) == found.parameters
+    explained_run = explained(defense=[freeze], federation__clients=3)
+    assert len(explained_run.captured) == 2
+    assert max(explained_run.captured) == explained_run.parameters
     text = shown(defense=[freeze], federation__clients=3)
     (line,) = [line for line in text.splitlines() if line.startswith("  keyspan")]
     assert "can work" in line
@@ -137,16 +139,16 @@ class Demanding:
 
 
 def test_an_attack_without_defaults_is_said_to_have_none(monkeypatch):
-    found = {**attacks.kinds(), "demanding": Demanding}
-    monkeypatch.setattr(attacks, "kinds", lambda: found)
+    kinds = {**attacks.kinds(), "demanding": Demanding}
+    monkeypatch.setattr(attacks, "kinds", lambda: kinds)
     assert "must is missing" in by_name(explained())["demanding"].reason
 
 
 def test_the_command_trains_and_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "small.toml").write_text(toml())
-    status, said, _ = call("explain", "small.toml")
+    status, output, _ = call("explain", "small.toml")
     assert status == 0
-    assert "the server sees: the gradient of each client" in said
-    assert [each.name for each in tmp_path.iterdir()] == ["small.toml"]
+    assert "the server sees: the gradient of each client" in output
+    assert [path.name for path in tmp_path.iterdir()] == ["small.toml"]
     assert call("explain", "none.toml")[0] == 2

@@ -34,20 +34,20 @@ def test_rows_are_read_back_by_others(run: Run, tmp_path: Path, kind: str) -> No
         os.umask(umask)
     assert (status, text) == (0, f"4 rows: rows.{kind}\n")
     assert stat.S_IMODE(Path(f"rows.{kind}").stat().st_mode) == 0o600
-    found = READERS[kind](f"rows.{kind}", cache_dir=str(tmp_path / "cache"))
+    table = READERS[kind](f"rows.{kind}", cache_dir=str(tmp_path / "cache"))
     rows = run.rows(LEAKAGE)
-    assert found["attack"][:] == [row.attack for row in rows]
-    assert found["rougeL"][:] == pytest.approx([row.rougeL for row in rows], nan_ok=True)
-    assert [json.loads(one) for one in found["diagnostics"]] == [row.diagnostics for row in rows]
-    assert "pairs" not in found.column_names
+    assert table["attack"][:] == [row.attack for row in rows]
+    assert table["rougeL"][:] == pytest.approx([row.rougeL for row in rows], nan_ok=True)
+    assert [json.loads(cell) for cell in table["diagnostics"]] == [row.diagnostics for row in rows]
+    assert "pairs" not in table.column_names
     assert "patient" not in Path(f"rows.{kind}").read_bytes().decode("latin-1")
 
 
 def test_private_texts_are_there_when_they_are_asked_for(run: Run, tmp_path: Path) -> None:
     status, text, _ = call("export", str(run.path), "--to", "rows.parquet", "--texts")
     assert (status, text) == (0, "4 rows, with private texts: rows.parquet\n")
-    found = datasets.Dataset.from_parquet("rows.parquet", cache_dir=str(tmp_path / "cache"))
-    for attack, client, pairs in zip(found["attack"], found["client"], found["pairs"], strict=True):
+    table = datasets.Dataset.from_parquet("rows.parquet", cache_dir=str(tmp_path / "cache"))
+    for attack, client, pairs in zip(table["attack"], table["client"], table["pairs"], strict=True):
         (pair,) = json.loads(pairs)
         assert len(pair["text"]) > 10
         assert (pair["read"] is None) == (attack == "probes"), (attack, client)
@@ -115,8 +115,8 @@ def test_no_cell_of_the_annex_ends_early_or_is_a_tag(run: Run) -> None:
 def test_what_cannot_be_written_is_one_line(
     run: Run, arguments: list[str], status: int, says: str
 ) -> None:
-    found, _, errors = call("export", *arguments)
-    assert found == status
+    exit_status, _, errors = call("export", *arguments)
+    assert exit_status == status
     assert says in errors
     assert errors.count("\n") == 1
 

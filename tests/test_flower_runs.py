@@ -31,11 +31,17 @@ def tells(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Tells:
         left = itertools.chain(answers, itertools.repeat(answers[-1]))
 
         def answer(*arguments: str) -> dict[str, Any]:
-            found = next(left)
-            if found is None:
+            listed_runs = next(left)
+            if listed_runs is None:
                 raise SilentError("connection refused")
             number = arguments[3] if "--run-id" in arguments else None
-            return {"runs": [each for each in found if number in (None, each["run-id"])]}
+            return {
+                "runs": [
+                    listed_run
+                    for listed_run in listed_runs
+                    if number in (None, listed_run["run-id"])
+                ]
+            }
 
         monkeypatch.setattr(flower_runs, "flwr", answer)
         monkeypatch.setattr(flower_runs, "POLL_SECONDS", 0.0)

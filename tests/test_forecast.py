@@ -50,7 +50,7 @@ def test_bytes_are_those_of_the_tensors_of_a_run(tmp_path, changes):
     kept = [run.captures.read_capture(key).update.tensors for key in run.captures.all_keys()]
     kept += [run.models.read_model(round) for round in run.models.rounds()]
     moments = [run.moments.read_model(round) for round in run.moments.rounds()]
-    kept += [{n: v for n, v in each.items() if not n.startswith("steps.")} for each in moments]
+    kept += [{n: v for n, v in moment.items() if not n.startswith("steps.")} for moment in moments]
     assert needed == sum(t.numel() * 4 for tensors in kept for t in tensors.values())
     assert forecast.bytes_there(experiment, outline(experiment, 2), run) == needed
 
@@ -77,16 +77,16 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_is_written(tmp_path,
 
 def test_disk_is_not_worth_a_word_until_it_is_much(tmp_path):
     assert forecast.disk(forecast.WORTH_SAYING_BYTES - 1, tmp_path) is None
-    said = forecast.disk(123 * 10**9, tmp_path / "not" / "there")
-    assert said.startswith("captures and models take up to 123.0 GB; ")
+    sentence = forecast.disk(123 * 10**9, tmp_path / "not" / "there")
+    assert sentence.startswith("captures and models take up to 123.0 GB; ")
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"),
+    ("seconds", "words"),
     [(0.4, "0 s"), (119, "119 s"), (121, "2 min"), (7300, "2 h"), (10**6, "12 days")],
 )
-def test_times_are_in_one_unit(seconds, said):
-    assert forecast.duration(seconds) == said
+def test_times_are_in_one_unit(seconds, words):
+    assert forecast.duration(seconds) == words
 
 
 # --- lines --------------------------------------------------------------------------------------
@@ -107,15 +107,15 @@ def at(answers=0, finished=(), captures=0, rounds=0, left=None, most=0.0, under_
 
 
 def test_without_a_terminal_there_is_a_line_per_answer_and_round(console, printed):
-    one = Finished("lamp", Key(1, 2), "recovered", 61.23)
-    two = Finished("[red]a[/]\x1b[2J", Key(2, EVERYONE), "failed", None)
+    recovered = Finished("lamp", Key(1, 2), "recovered", 61.23)
+    failed = Finished("[red]a[/]\x1b[2J", Key(2, EVERYONE), "failed", None)
     with display.progress(console) as show:
         show(at())
         show(at(captures=3))
         show(at(captures=4, rounds=1))
-        show(at(1, [one], captures=4, rounds=1))
+        show(at(1, [recovered], captures=4, rounds=1))
         show(at(1, captures=4, rounds=1))
-        show(at(3, [one, two], captures=12, rounds=3, left=600.0))
+        show(at(3, [recovered, failed], captures=12, rounds=3, left=600.0))
     assert printed() == [
         "training: round 1 of 3, 4 of 12 updates",
         "lamp round 1 client 2: recovered in 61.2 s; 7 left",
@@ -151,12 +151,12 @@ def test_a_run_in_a_pipe_prints_a_line_per_answer(tmp_path, monkeypatch, in_proc
     lines = printed.splitlines()
     assert lines[0] == "attacks with a time limit take at most 13 min"
     assert "training: round 1 of 1, 2 of 2 updates" in lines
-    told = [line for line in lines if " left" in line]
-    assert [line.split(":")[0] for line in told] == [
+    answer_lines = [line for line in lines if " left" in line]
+    assert [line.split(":")[0] for line in answer_lines] == [
         "probes round 1 client 0",
         "probes round 1 client 1",
         "dlg round 1 client 0",
         "dlg round 1 client 1",
     ]
-    assert told[-1].endswith("; 0 left, about 0 s")
-    assert [line.split("; ")[1].split(" ")[0] for line in told] == ["3", "2", "1", "0"]
+    assert answer_lines[-1].endswith("; 0 left, about 0 s")
+    assert [line.split("; ")[1].split(" ")[0] for line in answer_lines] == ["3", "2", "1", "0"]

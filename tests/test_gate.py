@@ -146,16 +146,16 @@ def test_the_upper_end_of_the_interval_decides(judged_run: Path) -> None:
 
 
 def test_every_limit_is_compared(judged_run: Path) -> None:
-    found = judged("exact=0", "rougeL=0", "token_recall=0", "epsilon=8", "auc=1", "canary=1")
-    assert {name: found[name].outcome for name in ("exact", "rougeL", "token_recall")} == {
+    checks = judged("exact=0", "rougeL=0", "token_recall=0", "epsilon=8", "auc=1", "canary=1")
+    assert {name: checks[name].outcome for name in ("exact", "rougeL", "token_recall")} == {
         "exact": Outcome.EXCEEDED, "rougeL": Outcome.EXCEEDED, "token_recall": Outcome.EXCEEDED
     }  # fmt: skip
     for name in ("epsilon", "auc", "canary"):
-        assert found[name].outcome is Outcome.UNTOLD
-    assert "nothing is guaranteed" in found["epsilon"].sentence
-    assert found["complete"].passed
-    assert found["texts"].passed
-    assert found["attack dlg"].sentence == "it answered 10 of 10 updates"
+        assert checks[name].outcome is Outcome.UNTOLD
+    assert "nothing is guaranteed" in checks["epsilon"].sentence
+    assert checks["complete"].passed
+    assert checks["texts"].passed
+    assert checks["attack dlg"].sentence == "it answered 10 of 10 updates"
 
 
 def test_an_epsilon_alone_needs_no_attack(folder: Path, in_process: None) -> None:
@@ -418,16 +418,16 @@ def test_membership_is_limited_by_its_best_score(scored: Evidence) -> None:
     best = few.model_copy(update={"score": "residual", "auc": sure, "found_at_1_percent": sure})
     figures = MembershipSummary(confidence=0.95, delta=1e-5, figures=(few, best))
     summary = scored.summary.model_copy(update={"membership": figures})
-    asked = replace(scored, summary=summary)
-    assert compare(asked, auc=0.9) == {}
-    check = compare(asked, auc=0.89)["auc"]
+    evidence = replace(scored, summary=summary)
+    assert compare(evidence, auc=0.9) == {}
+    check = compare(evidence, auc=0.89)["auc"]
     assert check.outcome is Outcome.EXCEEDED
     assert "membership by residual: area under the ROC curve" in check.sentence
-    assert compare(asked, tpr=0.9)["tpr"].sentence == (
+    assert compare(evidence, tpr=0.9)["tpr"].sentence == (
         "membership by loss: 20 members and 20 others are too few"
     )
     # What is not known does not hide what is exceeded.
-    assert compare(asked, tpr=0.5)["tpr"].outcome is Outcome.EXCEEDED
+    assert compare(evidence, tpr=0.5)["tpr"].outcome is Outcome.EXCEEDED
     assert compare(scored, auc=1.0)["auc"].outcome is Outcome.UNTOLD
 
 
@@ -475,9 +475,9 @@ def test_a_canary_bound_is_limited_and_of_every_client(scored: Evidence) -> None
 
 
 def test_the_trained_model_is_measured_anew(judged_run: Path) -> None:
-    told = Run(judged_run).read_document(SUMMARY).utility.figures["accuracy"]
-    assert judged(f"accuracy={told}", "mcc=-1")["accuracy"].passed
-    assert judged(f"accuracy={told + 0.01}")["accuracy"].outcome is Outcome.EXCEEDED
+    accuracy = Run(judged_run).read_document(SUMMARY).utility.figures["accuracy"]
+    assert judged(f"accuracy={accuracy}", "mcc=-1")["accuracy"].passed
+    assert judged(f"accuracy={accuracy + 0.01}")["accuracy"].outcome is Outcome.EXCEEDED
     # Of a classifier there is no perplexity.
     assert judged("perplexity=100")["perplexity"].outcome is Outcome.UNTOLD
     (judged_run / "models" / "r0002.safetensors").unlink()
@@ -485,8 +485,8 @@ def test_the_trained_model_is_measured_anew(judged_run: Path) -> None:
 
 
 def test_coverage_counts_the_texts_of_all_rounds_and_clients(scored: Evidence) -> None:
-    def check(least: float, evidence: Evidence) -> Check:
-        checks = measured_checks(GateTable(coverage=least), evidence, ())
+    def check(coverage: float, evidence: Evidence) -> Check:
+        checks = measured_checks(GateTable(coverage=coverage), evidence, ())
         return next(check for check in checks if check.name == "coverage")
 
     assert check(1, scored).passed
@@ -499,8 +499,8 @@ def test_coverage_counts_the_texts_of_all_rounds_and_clients(scored: Evidence) -
 
 def test_attacks_are_required_by_their_kind(scored: Evidence) -> None:
     assert compare(scored, require=["dlg"]) == {}
-    said = compare(scored, require=["auto"])["required auto"].sentence
-    assert said == "no attack of this kind answered for 10 of 10 updates"
+    sentence = compare(scored, require=["auto"])["required auto"].sentence
+    assert sentence == "no attack of this kind answered for 10 of 10 updates"
     rows = [row.model_copy(update={"attack": "auto"}) for row in scored.rows.leakage]
     called = replace(scored, rows=replace(scored.rows, leakage=rows))
     assert "required auto" in compare(called, require=["auto"])
@@ -767,5 +767,5 @@ def test_github_gets_a_line_for_every_reason(
 ) -> None:
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
     _, text, _ = call("gate", str(judged_run), "--set", "gate.exact=0", "--set", "gate.epsilon=8")
-    found = [line for line in text.splitlines() if line.startswith("::error ")]
-    assert [line.split("::")[2].split(":")[0] for line in found] == ["exact", "epsilon"]
+    annotations = [line for line in text.splitlines() if line.startswith("::error ")]
+    assert [line.split("::")[2].split(":")[0] for line in annotations] == ["exact", "epsilon"]

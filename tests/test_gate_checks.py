@@ -112,9 +112,9 @@ def test_an_answer_that_names_no_text_lacks_no_score_of_one(
     figures: Mapping[str, float], lacks: int
 ) -> None:
     rows = [row("dlg", client, texts=None, **figures) for client in range(6)]
-    outcome, said = measured(evidence_of(SIX, rows))["attack dlg"]
+    outcome, sentence = measured(evidence_of(SIX, rows))["attack dlg"]
     assert outcome is (UNTOLD if lacks else WITHIN)
-    assert ("`fedleak score` adds them" in said) == bool(lacks)
+    assert ("`fedleak score` adds them" in sentence) == bool(lacks)
 
 
 def test_an_attack_of_a_rung_may_abstain_by_its_listed_name() -> None:
@@ -124,7 +124,7 @@ def test_an_attack_of_a_rung_may_abstain_by_its_listed_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "attack", "least", "says"),
+    ("settings", "attack", "seconds", "says"),
     [
         ([{"seconds": 30}, {"seconds": 40.0}], DLG, 30, None),
         ([{"seconds": 40.0}, {"seconds": 30}], DLG, 40, "after 30 s "),
@@ -134,7 +134,7 @@ def test_an_attack_of_a_rung_may_abstain_by_its_listed_name() -> None:
     ],
 )
 def test_the_least_time_that_any_answer_was_given_is_what_was_agreed(
-    settings: Sequence[Any], attack: Mapping[str, Any], least: float, says: str | None
+    settings: Sequence[Any], attack: Mapping[str, Any], seconds: float, says: str | None
 ) -> None:
     """Where no answer says it, the experiment does."""
     answers = [answer_of(1, client, settings=table) for client, table in enumerate(settings)]
@@ -144,16 +144,16 @@ def test_the_least_time_that_any_answer_was_given_is_what_was_agreed(
     evidence = evidence_of(
         SIX | {"attack": [{"kind": "tag", "seconds": 1.0}, attack]}, rows, answers
     )
-    outcome, said = measured(evidence, seconds=least)["attack dlg"]
+    outcome, sentence = measured(evidence, seconds=seconds)["attack dlg"]
     if says is None:
         given = (
-            f"it answered 6 of 6 updates, 1 of them with all of the {least:g} s that were agreed"
+            f"it answered 6 of 6 updates, 1 of them with all of the {seconds:g} s that were agreed"
         )
-        assert (outcome, said) == (WITHIN, given)
+        assert (outcome, sentence) == (WITHIN, given)
     else:
-        assert (outcome, said) == (
+        assert (outcome, sentence) == (
             UNTOLD,
-            f"its time (`seconds`) was up {says}on 1 of 6 updates: the gate asks for {least:g} s "
+            f"its time (`seconds`) was up {says}on 1 of 6 updates: the gate asks for {seconds:g} s "
             "(gate.seconds)",
         )
 
@@ -181,14 +181,14 @@ def test_clients_whose_defenses_nobody_tried_are_listed() -> None:
         "and no client like them was: add one to threat.clients",
     )
     changes["threat.clients"] = [0, 7]
-    said = "every client was attacked, or one with the same defenses: 2 of them"
-    assert measured(evidence_of(changes))["clients"] == (WITHIN, said)
+    sentence = "every client was attacked, or one with the same defenses: 2 of them"
+    assert measured(evidence_of(changes))["clients"] == (WITHIN, sentence)
 
 
 def test_a_sum_is_of_all_clients() -> None:
     evidence = evidence_of({"threat.sees": "models"})
-    said = "what was attacked is of all clients of a round"
-    assert measured(evidence)["clients"] == (WITHIN, said)
+    sentence = "what was attacked is of all clients of a round"
+    assert measured(evidence)["clients"] == (WITHIN, sentence)
 
 
 def test_coverage_counts_texts_and_knows_where_it_cannot(tmp_path: Path) -> None:
@@ -209,9 +209,9 @@ def test_coverage_counts_texts_and_knows_where_it_cannot(tmp_path: Path) -> None
     assert measured(evidence, coverage=0.0)["coverage"] == (UNTOLD, unknown)
     run.vault.write(Key(1, 2), truths[2].to_json())
     run.vault.write(Key(1, 3), truth_of(1, 3, texts[:2]).to_json())
-    said = "an attack answered for 4 of 8 private texts; limit "
-    assert measured(evidence, coverage=0.5)["coverage"] == (WITHIN, f"{said}0.5")
-    assert measured(evidence, coverage=0.51)["coverage"] == (EXCEEDED, f"{said}0.51")
+    sentence = "an attack answered for 4 of 8 private texts; limit "
+    assert measured(evidence, coverage=0.5)["coverage"] == (WITHIN, f"{sentence}0.5")
+    assert measured(evidence, coverage=0.51)["coverage"] == (EXCEEDED, f"{sentence}0.51")
 
 
 def test_of_no_texts_nothing_is_covered(tmp_path: Path) -> None:
@@ -231,13 +231,13 @@ def of_ten(attack: str, *texts: Any, **more: Any) -> list[LeakageRow]:
 
 def test_texts_of_enough_clients_are_counted() -> None:
     evidence = evidence_of(TEN, of_ten("dlg", MISSED, MISSED) + of_ten("tag", READ, MISSED))
-    said = "20 texts of 10 clients, by dlg, tag"
-    assert measured(evidence, ["exact", "token_recall"])["texts"] == (WITHIN, said)
+    sentence = "20 texts of 10 clients, by dlg, tag"
+    assert measured(evidence, ["exact", "token_recall"])["texts"] == (WITHIN, sentence)
 
 
 def test_texts_that_nobody_searched_close_the_limits_that_need_them() -> None:
     bags, silent = (None, None, 0.5), of_ten("dager", status=Status.ABSTAINED, texts=None)
-    silent = [one.model_copy(update={"batch_size": 2}) for one in silent]
+    silent = [answer_row.model_copy(update={"batch_size": 2}) for answer_row in silent]
     rows = [*of_ten("probes", bags, bags)[:9], *silent]
     texts = {limit: measured(evidence_of(TEN, rows), [limit])["texts"] for limit in LIMITS}
     few = "fewer than 10 clients and fewer than 20 texts: an example, not a rate"
@@ -254,8 +254,8 @@ LIMITS = ("exact", "rougeL", "token_recall")
 
 def test_no_answer_with_scores_is_untold() -> None:
     silent = of_ten("dager", status=Status.ABSTAINED, texts=None)
-    said = "no attack gave an answer with scores of single texts"
-    assert measured(evidence_of(TEN, silent), LIMITS)["texts"] == (UNTOLD, said)
+    sentence = "no attack gave an answer with scores of single texts"
+    assert measured(evidence_of(TEN, silent), LIMITS)["texts"] == (UNTOLD, sentence)
 
 
 def test_each_rung_has_its_own_texts() -> None:
@@ -263,17 +263,20 @@ def test_each_rung_has_its_own_texts() -> None:
         Rung(granted=granted, attacks=attacks, worst_case=None, worth=())
         for granted, attacks in (((), {"dlg": "dlg"}), (("labels",), {"dlg": "dlg+labels"}))
     )
-    plain, told = of_ten("dlg", MISSED, MISSED), of_ten("dlg+labels", (None, None, 0.1), READ)
+    plain, with_labels = (
+        of_ten("dlg", MISSED, MISSED),
+        of_ten("dlg+labels", (None, None, 0.1), READ),
+    )
     whole = evidence_of(TEN, plain).summary.worst_case
-    part = evidence_of(TEN, told).summary.worst_case
+    part = evidence_of(TEN, with_labels).summary.worst_case
     rungs = tuple(
         rung.model_copy(update={"worst_case": worst})
         for rung, worst in zip(rungs, (whole, part), strict=True)
     )
     ladder = Ladder(rungs=rungs, left_out={}, correction="")
-    texts = measured(evidence_of(TEN, [*plain, *told], ladder=ladder), LIMITS)["texts"]
+    texts = measured(evidence_of(TEN, [*plain, *with_labels], ladder=ladder), LIMITS)["texts"]
     assert texts == (UNTOLD, "told labels: 10 of 20 texts: no attack named sequences")
-    silent = [one.model_copy(update={"texts": None}) for one in told]
+    silent = [answer_row.model_copy(update={"texts": None}) for answer_row in with_labels]
     top = rungs[1].model_copy(update={"worst_case": None})
     ladder = Ladder(rungs=(rungs[0], top), left_out={}, correction="")
     texts = measured(evidence_of(TEN, [*plain, *silent], ladder=ladder), LIMITS)["texts"]
@@ -283,12 +286,14 @@ def test_each_rung_has_its_own_texts() -> None:
     # What others named does not count for a rung.
     ladder = Ladder(rungs=rungs, left_out={}, correction="")
     bare = [
-        one.model_copy(
+        answer_row.model_copy(
             update={
-                "texts": tuple(t.model_copy(update={"token_recall": None}) for t in one.texts or ())
+                "texts": tuple(
+                    t.model_copy(update={"token_recall": None}) for t in answer_row.texts or ()
+                )
             }
         )
-        for one in told
+        for answer_row in with_labels
     ]
     texts = measured(evidence_of(TEN, [*plain, *bare], ladder=ladder), ["token_recall"])["texts"]
     assert texts == (UNTOLD, "told labels: 20 of 20 texts: no attack named tokens")
@@ -297,8 +302,8 @@ def test_each_rung_has_its_own_texts() -> None:
 def test_abstentions_of_the_strongest_count_on_each_rung() -> None:
     """As texts of which nothing was read; those of other attacks stay what they are."""
     silent = of_ten("auto", status=Status.ABSTAINED, batch_size=2, texts=None)
-    told = of_ten("auto+all", status=Status.ABSTAINED, batch_size=2, texts=None)
-    rows = [*silent, *told, *of_ten("dlg", MISSED, MISSED)]
+    with_labels = of_ten("auto+all", status=Status.ABSTAINED, batch_size=2, texts=None)
+    rows = [*silent, *with_labels, *of_ten("dlg", MISSED, MISSED)]
     rows += of_ten("dager", status=Status.ABSTAINED, batch_size=2, texts=None)
     rows.append(row("auto", 10, status=Status.FAILED, batch_size=2, texts=None))
     rows.append(row("auto", 11, status=Status.ABSTAINED, batch_size=None, texts=None))
@@ -318,8 +323,8 @@ def test_abstentions_of_the_strongest_count_on_each_rung() -> None:
     counted = with_abstentions(plain, ["auto", "dager"])
     nothing = TextScore(exact=False, rougeL=0.0, token_recall=0.0)
     expected = [
-        one.model_copy(update={"texts": (nothing,) * 2}) if i < 20 else one
-        for i, one in enumerate(rows)
+        answer_row.model_copy(update={"texts": (nothing,) * 2}) if i < 20 else answer_row
+        for i, answer_row in enumerate(rows)
     ]
     assert counted.rows.leakage == expected
     # Of two that answer alike the first is named, in the order of answers.
@@ -369,11 +374,11 @@ QUIET = (WITHIN, "no other row of the run says that more was to be read")
 
 
 def test_answers_that_fit_other_clients_better_are_an_alarm_if_chance_would_not_do_it() -> None:
-    said = (
+    sentence = (
         "dlg reads less of an update than its answer for another client's update holds, for 6 of 6 "
         "clients: its answers are not of the updates that they are said to be of"
     )
-    assert alarm(apart("dlg", *[-1.0] * 6)) == (UNTOLD, said)
+    assert alarm(apart("dlg", *[-1.0] * 6)) == (UNTOLD, sentence)
     assert alarm(apart("dlg", *[-1.0] * 5)) == QUIET  # p is 0.06
     assert alarm(apart("dlg", *[1.0] * 6)) == QUIET
     # Each attack more that is looked at makes chance likelier.
@@ -387,13 +392,13 @@ def test_answers_that_fit_other_clients_better_are_an_alarm_if_chance_would_not_
 
 def test_a_clients_rows_are_one_difference() -> None:
     rounds = [
-        one.model_copy(update={"round": number, "rougeL": rougeL})
+        answer_row.model_copy(update={"round": number, "rougeL": rougeL})
         for number, rougeL in ((1, 0.0), (2, 60.0))
-        for one in apart("dlg", *[0.0] * 6)
+        for answer_row in apart("dlg", *[0.0] * 6)
     ]
     assert alarm(rounds)[0] is UNTOLD  # 50 less and 10 more are less
     for name in ("rougeL", "control_rougeL"):
-        assert alarm([one.model_copy(update={name: None}) for one in rounds]) == QUIET
+        assert alarm([answer_row.model_copy(update={name: None}) for answer_row in rounds]) == QUIET
 
 
 def bag(client: int, recall: float | None, precision: float | None = 0.5) -> LeakageRow:
@@ -408,11 +413,11 @@ def named(client: int, recall: float | None, attack: str = "dlg") -> LeakageRow:
 
 def test_tokens_that_sequences_do_not_hold_are_an_alarm() -> None:
     unread = [bag(0, 1.0), named(0, 0.49), named(0, 0.0, "tag")]
-    said = (
+    sentence = (
         "probes found every token of 1 of 2 updates, and the attacks that name sequences found "
         "less than half of them: they left unread what was there"
     )
-    assert alarm([*unread, bag(1, 1.0), named(1, 0.5)]) == (UNTOLD, said)
+    assert alarm([*unread, bag(1, 1.0), named(1, 0.5)]) == (UNTOLD, sentence)
     assert alarm(unread, "rougeL")[0] is UNTOLD
     assert alarm(unread, "token_recall") == QUIET
     assert alarm([bag(0, 1.0)]) == QUIET  # no attack names sequences
@@ -464,8 +469,8 @@ def test_canaries_are_of_every_client_and_alarm() -> None:
             confidence=0.95, delta=1e-5, bounds=tuple(map(bound, clients)), alarms=alarms
         )
         evidence = evidence_of({}, others={"ledger": of_ledger(0, 1, 2)}, canary=canary)
-        (found,) = required(evidence, require=["canary"])
-        return found
+        (canary_check,) = required(evidence, require=["canary"])
+        return canary_check
 
     name = "canaries of clients"
     assert check(-1, 0, 1, 2) == Check(name, WITHIN, "canaries of all 3 clients were scored")
@@ -603,10 +608,10 @@ def test_an_epsilon_is_of_every_client_that_trained() -> None:
         evidence = evidence_of(changes, others=ledger, privacy=privacy)
         return limited(evidence, epsilon=limit)
 
-    said = "epsilon 7.123 at delta 1e-05, of one example by the accountant prv; limit "
-    assert check(8, 3, 7.1234) == {"epsilon": (WITHIN, f"{said}8")}
+    sentence = "epsilon 7.123 at delta 1e-05, of one example by the accountant prv; limit "
+    assert check(8, 3, 7.1234) == {"epsilon": (WITHIN, f"{sentence}8")}
     assert check(7.1234, 3, 7.1234)["epsilon"][0] is WITHIN
-    assert check(7.1, 3, 7.1234) == {"epsilon": (EXCEEDED, f"{said}7.1")}
+    assert check(7.1, 3, 7.1234) == {"epsilon": (EXCEEDED, f"{sentence}7.1")}
     nothing = {"epsilon": (UNTOLD, "nothing is guaranteed; limit 8")}
     assert check(8, 3, "none") == check(8, 3, None) == nothing
     assert check(8, 1, 7.0) == {"epsilon": (UNTOLD, "the ledger has no clients 1, 2")}
@@ -706,13 +711,16 @@ def test_each_limit_has_to_be_exceeded_where_nothing_is_defended_by_who_answers(
 
 def test_an_undefended_run_is_its_own_positive_control() -> None:
     rows = [*of_ten("dlg", READ, MISSED)]
-    rows = [one.model_copy(update={"exact_match": float(one.client > 2)}) for one in rows]
-    said = (
+    rows = [
+        answer_row.model_copy(update={"exact_match": float(answer_row.client > 2)})
+        for answer_row in rows
+    ]
+    sentence = (
         "dlg read a text of 7 of 10 updates, none of them defended; share of texts read word for "
         "word: 0.5, limit 0.4"
     )
     undefended = evidence_of(TEN | {"federation.dropout": False, "audit.controls": False}, rows)
-    assert control_of({"exact": 0.4}, undefended) == (WITHIN, said)
+    assert control_of({"exact": 0.4}, undefended) == (WITHIN, sentence)
 
 
 def test_why_there_is_no_positive_control(tmp_path: Path) -> None:
@@ -781,7 +789,7 @@ def test_files_that_nobody_here_wrote_are_named(tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", parse(tables()), captures=[Key(1, 0)])
     fine = "fedleak wrote on this machine all that figures rest on, and nobody changed it"
     assert genuine(evidence_of({}, folder=run.path)) == Check("written here", WITHIN, fine)
-    said = (
+    explanation = (
         ": fedleak did not write that on this machine, or somebody changed it since: run the "
         "experiment here, or share the key of the machine that did (FEDLEAK_SEAL_KEY)"
     )
@@ -791,7 +799,7 @@ def test_files_that_nobody_here_wrote_are_named(tmp_path: Path) -> None:
         (folder / f"r0001-c0{client}.json").write_text("{}")
         names.append(f"vault/r0001-c0{client}.json")
         check = genuine(evidence_of({}, folder=run.path))
-        assert check == Check("written here", UNTOLD, ", ".join(names[:3]) + more + said)
+        assert check == Check("written here", UNTOLD, ", ".join(names[:3]) + more + explanation)
 
 
 def written(folder: Path, evidence: Evidence) -> Evidence:
@@ -850,16 +858,16 @@ def test_each_file_that_scoring_wrote_is_what_the_answers_give(tmp_path: Path) -
     names = ["leakage.jsonl", "privacy.jsonl", "defenses.jsonl", "canaries.jsonl"]
     names.append("membership.jsonl")
     for field, name in zip(others, names, strict=True):
-        one = replace(scored, rows=replace(rows, **{field: others[field]}))
-        assert changed(one) == name
+        altered = replace(scored, rows=replace(rows, **{field: others[field]}))
+        assert changed(altered) == name
     everything = replace(scored, rows=ScoredRows(**others), summary=summary_of(held_out=4))
     assert changed(everything) == ", ".join([*names, "summary.json"])
     # When and with what command it was scored does not matter.
     sentences = {
         "status": "running", "fedleak": "9", "missing": ("a",), "notes": ("b",), "unscored": 2
     }  # fmt: skip
-    said = scored.summary.model_copy(update=sentences)
-    assert figures(replace(scored, summary=said), accept_purged=False) == fine
+    summary = scored.summary.model_copy(update=sentences)
+    assert figures(replace(scored, summary=summary), accept_purged=False) == fine
     (scored.run.path / "summary.json").unlink()
     gone = figures(scored, accept_purged=False)
     assert gone.outcome is UNTOLD
@@ -946,7 +954,9 @@ def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     }
     experiment = parse(tables(changes))
     truths = [truth_of(1, client, [(2, 50 + client, 60, 3)]) for client in (0, 1)]
-    settings_of = {each.name: settings(each.attack) for each in experiment.attacks}
+    settings_of = {
+        named_attack.name: settings(named_attack.attack) for named_attack in experiment.attacks
+    }
     guesses = {"dlg": [(2, 50, 70, 3)], "again": [(2, 70, 3)]}
     answers = [
         answer_of(1, client, guess, attack=name, settings=settings_of[name])
@@ -1017,7 +1027,7 @@ def test_the_gate_prints_each_check_and_what_they_rest_on(built: Run) -> None:
     )
     *lines, digest = text.splitlines()
     assert lines == [
-        *(f"{marks[name]}  {name}: {said}" for name, said in checks), f"limits: {limits}"
+        *(f"{marks[name]}  {name}: {sentence}" for name, sentence in checks), f"limits: {limits}"
     ]  # fmt: skip
     assert re.fullmatch(r"digest: [0-9a-f]{16} \(SHA-256 of limits and figures\)", digest)
     closing = "exact, required auto, canaries of clients, texts, positive control"
@@ -1030,20 +1040,20 @@ def test_the_gate_prints_each_check_and_what_they_rest_on(built: Run) -> None:
     assert (suites.tag, suites.attrib) == ("testsuites", counts)
     assert (suite.tag, suite.attrib) == ("testsuite", {"name": "built", **counts})
     properties, *cases = suite
-    assert [(one.tag, one.attrib) for one in properties] == [
+    assert [(element.tag, element.attrib) for element in properties] == [
         ("property", {"name": "limits", "value": limits}),
         ("property", {"name": "digest", "value": digest.removeprefix("digest: ")}),
     ]
     kinds = {"EXCEEDED": ("failure", "exceeded"), "NOT TOLD": ("error", "untold")}
-    for case, (name, said) in zip(cases, checks, strict=True):
+    for case, (name, sentence) in zip(cases, checks, strict=True):
         about = {"classname": "fedleak.gate.built", "name": name}
         assert (case.tag, case.attrib) == ("testcase", about)
         (entry,) = case
         if marks[name] == "within":
-            assert (entry.tag, entry.attrib, entry.text) == ("system-out", {}, said)
+            assert (entry.tag, entry.attrib, entry.text) == ("system-out", {}, sentence)
         else:
             tag, kind = kinds[marks[name]]
-            assert (entry.tag, entry.attrib) == (tag, {"type": kind, "message": said})
+            assert (entry.tag, entry.attrib) == (tag, {"type": kind, "message": sentence})
 
 
 def test_an_open_gate_says_so(built: Run) -> None:

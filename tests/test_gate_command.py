@@ -22,7 +22,7 @@ UNTOLD = Check("attack dager", Outcome.UNTOLD, "[b]failed[/b], 2 times")
 
 
 @pytest.fixture
-def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def judge_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """A run in `runs/mine`, and what the judge is asked about it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("GITHUB_ACTIONS", raising=False)
@@ -37,12 +37,12 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.fixture
-def answers(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+def answers(judge_calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> Any:
     """Sets what the judge answers."""
 
     def answer(*checks: Check, digest: str | None = "d1gest") -> None:
         def judged(run: Run, limits: GateTable, *, accept_purged: bool) -> Verdict:
-            asked.append((run, limits, accept_purged))
+            judge_calls.append((run, limits, accept_purged))
             return Verdict(checks, digest)
 
         monkeypatch.setattr(judge, "judge", judged)
@@ -50,7 +50,7 @@ def answers(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> Any:
     return answer
 
 
-def test_an_open_gate_says_what_it_rests_on(asked: list[Any], answers: Any) -> None:
+def test_an_open_gate_says_what_it_rests_on(judge_calls: list[Any], answers: Any) -> None:
     answers(WITHIN)
     status, text, errors = call("gate", "runs/mine", "--set", "gate.exact=0.5")
     assert (status, errors) == (0, "")
@@ -61,12 +61,12 @@ def test_an_open_gate_says_what_it_rests_on(asked: list[Any], answers: Any) -> N
     assert "rougeL 80.0 ([gate] of run.json)" in limits
     assert digest == "digest: d1gest (SHA-256 of limits and figures)"
     assert last == "the gate is open: these attacks read no more than the limits allow"
-    ((run, table, accept_purged),) = asked
+    ((run, table, accept_purged),) = judge_calls
     assert (run, table.exact, table.rougeL) == (Run(Path("runs/mine")), 0.5, 80.0)
     assert accept_purged is False
 
 
-def test_every_option_reaches_the_judge(asked: list[Any], answers: Any) -> None:
+def test_every_option_reaches_the_judge(judge_calls: list[Any], answers: Any) -> None:
     answers(WITHIN)
     status, _, errors = call(
         "gate", "runs/mine", "--purged", "--set", "gate.rougeL=60", "--set", "gate.exact=0.2",
@@ -74,14 +74,14 @@ def test_every_option_reaches_the_judge(asked: list[Any], answers: Any) -> None:
         "--set", 'gate.require=["probes"]',
     )  # fmt: skip
     assert (status, errors) == (0, "")
-    ((_, table, accept_purged),) = asked
+    ((_, table, accept_purged),) = judge_calls
     assert (table.rougeL, table.exact, table.coverage) == (60.0, 0.2, 0.75)
     assert (table.may_abstain, table.require) == (["probes"], ["probes"])
     assert accept_purged is True
 
 
 def test_a_closed_gate_names_what_closed_it_and_exits_with_3(
-    asked: list[Any], answers: Any
+    judge_calls: list[Any], answers: Any
 ) -> None:
     answers(WITHIN, EXCEEDED, UNTOLD, digest=None)
     status, text, errors = call("gate", "runs/mine")
@@ -97,7 +97,7 @@ def test_a_closed_gate_names_what_closed_it_and_exits_with_3(
 
 
 def test_junit_and_annotations_are_there_also_of_an_open_gate(
-    asked: list[Any], answers: Any, monkeypatch: pytest.MonkeyPatch
+    judge_calls: list[Any], answers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers(WITHIN)
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
@@ -113,7 +113,7 @@ def test_junit_and_annotations_are_there_also_of_an_open_gate(
 
 
 def test_github_gets_lines_that_it_does_not_misread(
-    asked: list[Any], answers: Any, monkeypatch: pytest.MonkeyPatch
+    judge_calls: list[Any], answers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers(WITHIN, EXCEEDED, UNTOLD)
     monkeypatch.setenv("GITHUB_ACTIONS", "true")

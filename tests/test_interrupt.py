@@ -83,8 +83,8 @@ def finish(folder: Path) -> None:
 def rows(folder: Path, name: str) -> list[dict[str, object]]:
     """Returns the rows of a file, in order, without what a clock wrote."""
     lines = (folder / RUN / name).read_text().splitlines()
-    found = [json.loads(line) | {"seconds": None, "seal": None} for line in lines]
-    return sorted(found, key=lambda row: (row["round"], row.get("client"), row.get("attack")))
+    file_rows = [json.loads(line) | {"seconds": None, "seal": None} for line in lines]
+    return sorted(file_rows, key=lambda row: (row["round"], row.get("client"), row.get("attack")))
 
 
 @pytest.fixture
@@ -140,7 +140,9 @@ def test_a_killed_worker_is_replaced_and_workers_end_with_the_command(
     wait_until(lambda: workers_of(process.pid) and answers(folder), process)
     killed = workers_of(process.pid)[0]
     killed.kill()
-    wait_until(lambda: [one for one in workers_of(process.pid) if one.pid != killed.pid], process)
+    wait_until(
+        lambda: [worker for worker in workers_of(process.pid) if worker.pid != killed.pid], process
+    )
     assert answers(folder) < 2 * ALL
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors

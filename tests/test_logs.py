@@ -163,8 +163,8 @@ def test_nothing_in_the_log_is_obeyed(tmp_path):
 def test_a_try_that_failed_keeps_its_traceback_from_the_worker_process(here, monkeypatch):
     from fedleak import attacks
 
-    found = {**attacks.kinds(), "hostile": Hostile}
-    monkeypatch.setattr(attacks, "kinds", lambda: found)
+    kinds = {**attacks.kinds(), "hostile": Hostile}
+    monkeypatch.setattr(attacks, "kinds", lambda: kinds)
     experiment = parse(tables({"attack": [{"kind": "hostile", "crash": True}]}))
     run = preparation.prepare(experiment, here / "run")
     inline.train(run, experiment)
@@ -172,10 +172,10 @@ def test_a_try_that_failed_keeps_its_traceback_from_the_worker_process(here, mon
         dispatcher.attack_captures(run, experiment, no_more=lambda: True)
     tries = run.rows(Lines("attempts.jsonl", dict))
     assert len(tries) == 2 * dispatcher.TRIES
-    for one in tries:
-        assert one["reason"] == "RuntimeError: crashed"
-        assert "hostile.py" in one["traceback"]
-        assert 'raise RuntimeError("crashed")' in one["traceback"]
+    for attempt in tries:
+        assert attempt["reason"] == "RuntimeError: crashed"
+        assert "hostile.py" in attempt["traceback"]
+        assert 'raise RuntimeError("crashed")' in attempt["traceback"]
     log = (run.path / "log.txt").read_text()
     assert log.count("hostile failed on r0001-c00") == dispatcher.TRIES
     assert 'raise RuntimeError("crashed")' in log

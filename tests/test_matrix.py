@@ -32,11 +32,11 @@ def row(client: int, size: int, exact: float | None, rouge: float | None, second
 
 def test_an_update_without_an_answer_counts_as_nothing_read():
     rows = [row(0, 1, 1.0, 100.0, 2.0), row(1, 3, None, None, 4.0)]
-    found = MATRIX["reading"](rows)
-    assert (found.rows, found.answers, found.seconds) == (2, 1, 3.0)
-    assert found.exact.mean == pytest.approx(1 / 4)  # texts count, of which the second has three
-    assert found.rougeL.mean == pytest.approx(50.0)
-    assert found.rougeL.low < 50.0 < found.rougeL.high
+    reading = MATRIX["reading"](rows)
+    assert (reading.rows, reading.answers, reading.seconds) == (2, 1, 3.0)
+    assert reading.exact.mean == pytest.approx(1 / 4)  # texts count, of which the second has three
+    assert reading.rougeL.mean == pytest.approx(50.0)
+    assert reading.rougeL.low < 50.0 < reading.rougeL.high
     assert MATRIX["reading"]([]) is None
     assert MATRIX["reading"]([row(0, 1, 1.0, 100.0, 1.0), row(1, None, None, None, 1.0)]) is None
 
@@ -97,7 +97,7 @@ without = ["keyspan"]
 
 def table(text: str) -> tuple[list[str], list[list[str]]]:
     lines = [line for line in text.partition(MARKER)[2].splitlines() if line.startswith("| ")]
-    heading, _, *rows = ([one.strip() for one in line.strip("|").split(" | ")] for line in lines)
+    heading, _, *rows = ([cell.strip() for cell in line.strip("|").split(" | ")] for line in lines)
     return heading, rows
 
 
@@ -119,12 +119,12 @@ def test_the_table_is_of_the_runs_and_says_what_is_missing(
     assert heading == [
         "model", "batch size", "family", "auto", "keyspan", "dlg", "best single attack above auto",
     ]  # fmt: skip
-    assert [each[:3] for each in rows] == [
+    assert [table_row[:3] for table_row in rows] == [
         ["bert-tiny", "1", "none"],
         ["bert-tiny", "2", "none"],
         ["bert-tiny", "1", "share o1"],
     ]
-    assert all(set(each[3:]) == {"not run"} for each in rows)
+    assert all(set(table_row[3:]) == {"not run"} for table_row in rows)
     assert "0 of 3 cells were run" in page.read_text()
 
     assert matrix() == 0
@@ -134,16 +134,18 @@ def test_the_table_is_of_the_runs_and_says_what_is_missing(
     heading, rows = table(page.read_text())
     assert rows[2][4] == "cannot"
     for cell, shown in zip(sweep.load(Path("grid.toml")).cells, rows, strict=True):
-        found = Run(tmp_path / "runs" / "grid" / cell.name).rows(LEAKAGE)
+        leakage_rows = Run(tmp_path / "runs" / "grid" / cell.name).rows(LEAKAGE)
         for attack, words in zip(heading[3:6], shown[3:6], strict=True):
-            mine = [each for each in found if each.attack == attack]
+            mine = [leakage_row for leakage_row in leakage_rows if leakage_row.attack == attack]
             if not mine or words.startswith("no answer"):
-                assert not any(each.rougeL for each in mine)
+                assert not any(leakage_row.rougeL for leakage_row in mine)
                 continue
-            rouge = sum(each.rougeL or 0.0 for each in mine) / len(mine)
-            exact = sum((each.exact_match or 0.0) * each.batch_size for each in mine)
-            exact /= sum(each.batch_size for each in mine)
-            first, second, *_ = (float(one) for one in re.findall(r"(\d+) \[", words))
+            rouge = sum(leakage_row.rougeL or 0.0 for leakage_row in mine) / len(mine)
+            exact = sum(
+                (leakage_row.exact_match or 0.0) * leakage_row.batch_size for leakage_row in mine
+            )
+            exact /= sum(leakage_row.batch_size for leakage_row in mine)
+            first, second, *_ = (float(number) for number in re.findall(r"(\d+) \[", words))
             assert (first, second) == (round(100 * exact), round(rouge))
 
     # One cell is gone: the others stay.
@@ -166,24 +168,26 @@ def test_the_matrix_has_every_value_that_it_claims_and_equal_seconds(path, monke
     monkeypatch.setenv("FEDLEAK_ASSETS", "/nowhere")
     grid = sweep.load(path)
     tables_of = [cell.experiment for cell in grid.cells]
-    assert {one.federation.batch_size for one in tables_of} == {1, 2, 4, 8, 16}
-    assert {one.federation.algorithm for one in tables_of} == {"fedsgd", "fedavg"}
+    assert {experiment.federation.batch_size for experiment in tables_of} == {1, 2, 4, 8, 16}
+    assert {experiment.federation.algorithm for experiment in tables_of} == {"fedsgd", "fedavg"}
     defenses = {
         (table["kind"], *(value for key, value in table.items() if key != "kind"))
-        for one in tables_of
-        for table in one.defense
+        for experiment in tables_of
+        for table in experiment.defense
     }
     assert defenses == {
         ("gaussian_noise", 0.3), ("gaussian_noise", 3), ("gaussian_noise", 30), ("mask", 0.9),
         ("prune", 0.99), ("quantize", 8), ("sign",), ("cast", "float16"), ("cast", "bfloat16"),
         ("secure_sum",),
     }  # fmt: skip
-    assert {one.federation.dropout for one in tables_of} == {False, True}
-    assert {one.model.lora is None for one in tables_of} == {False, True}
-    assert any(one.update.share != "all" for one in tables_of)
-    (summed,) = [one for one in tables_of if one.defense == ({"kind": "secure_sum"},)] or [None]
+    assert {experiment.federation.dropout for experiment in tables_of} == {False, True}
+    assert {experiment.model.lora is None for experiment in tables_of} == {False, True}
+    assert any(experiment.update.share != "all" for experiment in tables_of)
+    (summed,) = [
+        experiment for experiment in tables_of if experiment.defense == ({"kind": "secure_sum"},)
+    ] or [None]
     assert summed is None or summed.federation.clients_per_round == 4
-    seconds = {table["seconds"] for one in tables_of for table in one.attack}
+    seconds = {table["seconds"] for experiment in tables_of for table in experiment.attack}
     assert len(seconds) == 1
     assert "auto" in {table["kind"] for table in tables_of[0].attack}
     full = sweep.load(path, ["sweep.design=all"])
@@ -204,7 +208,7 @@ def test_the_matrix_command_runs_its_own_file(tmp_path, monkeypatch):
     assert MATRIX["main"]() == 0
     _, rows = table((tmp_path / "page.md").read_text())
     assert len(rows) == 3
-    assert not any("not run" in each for each in rows)
+    assert not any("not run" in table_row for table_row in rows)
     assert rows[0][4].startswith("100 [")  # auto reads one text of an undefended update
 
 
@@ -214,5 +218,5 @@ def test_the_committed_table_is_of_these_files(monkeypatch):
     _, rows = table((ROOT / "docs" / "matrix.md").read_text())
     grids = [sweep.load(path) for path in FILES]
     wanted = list(MATRIX["markdown"](grids))[5:]
-    cells = [[one.strip() for one in line.strip("|").split(" | ")][:4] for line in wanted]
-    assert [each[:4] for each in rows] == cells
+    cells = [[cell.strip() for cell in line.strip("|").split(" | ")][:4] for line in wanted]
+    assert [table_row[:4] for table_row in rows] == cells

@@ -37,9 +37,9 @@ def lamp(monkeypatch):
 
 def test_the_authors_code_of_lamp_answers(lamp, observe, bert_tiny):
     truth = observe(bert_tiny, 1, granted=("lengths", "labels"))
-    found = lamp(truth.seen, bert_tiny, rng=stream(0, "attack"))
-    assert (found.status, found.reason) == (Status.RECOVERED, "")
-    (sequence,) = found.sequences
+    reconstruction = lamp(truth.seen, bert_tiny, rng=stream(0, "attack"))
+    assert (reconstruction.status, reconstruction.reason) == (Status.RECOVERED, "")
+    (sequence,) = reconstruction.sequences
     assert len(sequence) == len(truth.sequences[0])
     assert (sequence[0], sequence[-1]) == (truth.sequences[0][0], truth.sequences[0][-1])
 
@@ -53,6 +53,6 @@ def test_the_authors_code_of_lamp_answers(lamp, observe, bert_tiny):
 )
 def test_it_says_what_it_is_not_for(lamp, observe, bert_tiny, granted, kind, reason):
     truth = observe(bert_tiny, 1, granted=granted, kind=kind)
-    found = lamp(truth.seen, bert_tiny, rng=stream(0, "attack"))
-    assert found.status == Status.INADMISSIBLE
-    assert reason in found.reason
+    reconstruction = lamp(truth.seen, bert_tiny, rng=stream(0, "attack"))
+    assert reconstruction.status == Status.INADMISSIBLE
+    assert reason in reconstruction.reason

@@ -56,9 +56,9 @@ def test_texts_without_tokens_are_refused(plan):
 
 
 def test_dropped_rows_and_batches_that_are_no_batches_are_said(plan):
-    found = plan([*GOOD, ",1", " ,0"], drop_empty=True)
-    assert found.remarks == ("2 rows without text were dropped",)
-    table = found.experiment.model_dump(mode="json")
+    planned = plan([*GOOD, ",1", " ,0"], drop_empty=True)
+    assert planned.remarks == ("2 rows without text were dropped",)
+    table = planned.experiment.model_dump(mode="json")
     table["federation"]["batch_size"] = 500
     table["model"]["lora"] = {"rank": 2}
     (_, remark, adapters) = preparation.plan(parse(table)).remarks
@@ -69,16 +69,16 @@ def test_dropped_rows_and_batches_that_are_no_batches_are_said(plan):
 
 
 def test_remarks_are_kept_in_the_run(plan, tmp_path):
-    found = plan([*GOOD, ",1"], drop_empty=True)
-    run = preparation.open_run(found, tmp_path / "run")
-    assert run.info()["remarks"] == list(found.remarks)
+    planned = plan([*GOOD, ",1"], drop_empty=True)
+    run = preparation.open_run(planned, tmp_path / "run")
+    assert run.info()["remarks"] == list(planned.remarks)
 
 
 @pytest.mark.parametrize("label", ["label", "no such column", None])
 def test_the_classes_of_a_causal_models_data_do_not_matter(plan, label):
     lines = [f"the patient has pain {i},same" for i in range(8)]
-    found = plan(lines, "builtin/gpt2-tiny", "causal-lm", label)
-    assert found.num_labels == 1
+    planned = plan(lines, "builtin/gpt2-tiny", "causal-lm", label)
+    assert planned.num_labels == 1
     with pytest.raises(ConfigError, match="1 distinct values"):
         plan(lines)
 

@@ -47,8 +47,8 @@ def experiment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_the_table_has_each_bug_and_something_finds_it(experiment: dict[str, Any]) -> None:
     assert [row[:2] for row in ROWS] == [(bug.name, bug.kind) for bug in experiment["planted"]()]
     for name, _, *cells in ROWS:
-        found = any(cell.startswith(FOUND) for cell in cells)
-        assert found != name.startswith(experiment["NONE"]), name
+        detected = any(cell.startswith(FOUND) for cell in cells)
+        assert detected != name.startswith(experiment["NONE"]), name
     assert experiment["summed_up"](ROWS) in " ".join(PAGE.split())
 
 

@@ -109,7 +109,7 @@ def test_a_broken_file_is_named_and_takes_nothing_down(package, text, file):
     assert "unknown kind 'my_attack'" in str(caught.value)
     assert f"cannot be used: fedleak.attacks.my_attack: {reason}" in str(caught.value)
     text = listed()
-    (line,) = [one for one in text.splitlines() if "fedleak.attacks.my_attack" in one]
+    (line,) = [line for line in text.splitlines() if "fedleak.attacks.my_attack" in line]
     assert reason.split(":")[0] in line
     assert "keyspan" in text
 
@@ -140,9 +140,9 @@ def test_a_kind_without_a_word_about_itself_is_listed(package):
 
 
 def test_no_file_of_ours_is_broken():
-    for found in (discover(attacks), discover(defenses), discover(models, "model_type")):
-        assert found.broken == {}
-        assert set(found.origins.values()) == {OWN}
+    for discovered in (discover(attacks), discover(defenses), discover(models, "model_type")):
+        assert discovered.broken == {}
+        assert set(discovered.origins.values()) == {OWN}
 
 
 # --- installed packages -------------------------------------------------------------------------
@@ -235,11 +235,11 @@ def test_a_broken_package_is_named_and_the_others_are_found(install, case):
     files = {} if source is None else {f"{value.partition(':')[0]}.py": source}
     install("acme", {"attacks": [value]}, files)
     install("zeta", {"attacks": ["zeta"]}, {"zeta.py": kind("zeta")}, version="3")
-    found = discover(attacks)
-    assert {"dager", "zeta"} <= found.kinds.keys()
-    assert "acme" not in found.kinds
-    assert list(found.broken) == [f"{value} (acme 1.2)"]
-    assert found.broken[f"{value} (acme 1.2)"].startswith(reason)
+    discovered = discover(attacks)
+    assert {"dager", "zeta"} <= discovered.kinds.keys()
+    assert "acme" not in discovered.kinds
+    assert list(discovered.broken) == [f"{value} (acme 1.2)"]
+    assert discovered.broken[f"{value} (acme 1.2)"].startswith(reason)
     text = " ".join(listed().split())
     assert f"cannot be used {value} (acme 1.2): {reason.split()[0]}" in text
     with pytest.raises(ConfigError, match=r"cannot be used: .*\(acme 1\.2\)"):
@@ -263,12 +263,12 @@ FLAWED = {
 @pytest.mark.parametrize("case", FLAWED)
 def test_a_class_that_lacks_something_is_named_with_it_and_not_listed(install, case):
     group, source, lack = FLAWED[case]
-    what = group.__name__.rpartition(".")[2]
-    install("acme", {what: ["acme"]}, {"acme.py": source})
+    group_name = group.__name__.rpartition(".")[2]
+    install("acme", {group_name: ["acme"]}, {"acme.py": source})
     assert "mine" not in group.kinds()
     assert list(discover(group).broken) == ["acme.Mine (acme 1.2)"]
     assert lack in discover(group).broken["acme.Mine (acme 1.2)"]
-    key = what.removesuffix("s")
+    key = group_name.removesuffix("s")
     with pytest.raises(
         ConfigError, match=r"cannot be used: acme\.Mine \(acme 1\.2\): it "
     ) as caught:
@@ -290,9 +290,9 @@ def test_a_kind_of_two_packages_is_nobodys_and_both_are_named(install):
     assert "dager" in attacks.kinds()
     with pytest.raises(ConfigError) as caught:
         parse(TABLE | {"attack": [{"kind": "zeta"}]})
-    said = "acme.Mine (acme 1.2) and zeta.Mine (zeta 3) have one kind: 'zeta'"
-    assert str(caught.value).count(said) == 2, "once for each module"
-    assert said in " ".join(listed().split())
+    sentence = "acme.Mine (acme 1.2) and zeta.Mine (zeta 3) have one kind: 'zeta'"
+    assert str(caught.value).count(sentence) == 2, "once for each module"
+    assert sentence in " ".join(listed().split())
 
 
 def test_a_kind_of_fedleaks_own_stays_what_it_is(install):
@@ -300,11 +300,11 @@ def test_a_kind_of_fedleaks_own_stays_what_it_is(install):
     install("acme", {"attacks": ["acme"]}, {"acme.py": kind("dlg")})
     assert attacks.kinds()["dlg"] is before
     assert discover(attacks).foreign() == {}
-    (said,) = discover(attacks).broken.items()
-    assert said[0] == "acme (acme 1.2)"
-    assert said[1].startswith("fedleak.attacks.matching.")
-    assert said[1].endswith(" and acme.Mine (acme 1.2) have one kind: 'dlg'")
-    assert said[1] in " ".join(listed().split())
+    ((culprit, reason),) = discover(attacks).broken.items()
+    assert culprit == "acme (acme 1.2)"
+    assert reason.startswith("fedleak.attacks.matching.")
+    assert reason.endswith(" and acme.Mine (acme 1.2) have one kind: 'dlg'")
+    assert reason in " ".join(listed().split())
 
 
 def test_no_other_package_puts_an_attack_into_every_run(install):
@@ -316,9 +316,9 @@ def test_no_other_package_puts_an_attack_into_every_run(install):
 
 def test_a_module_that_two_entry_points_name_counts_once(install):
     install("acme", {"attacks": ["acme", "acme.one"]}, {"acme/one.py": kind("acme_one")})
-    found = discover(attacks)
-    assert found.foreign() == {"acme_one": "acme 1.2"}
-    assert found.broken == {}
+    discovered = discover(attacks)
+    assert discovered.foreign() == {"acme_one": "acme 1.2"}
+    assert discovered.broken == {}
 
 
 def test_a_family_that_cannot_be_made_takes_no_other_down(install, caplog):
@@ -362,8 +362,8 @@ def pip(*arguments):
 def wheel(source, folder):
     """Builds a wheel from a copy, without a network, and returns its path."""
     pip("wheel", "--no-deps", "--no-index", "--no-build-isolation", "-q", "-w", folder, source)
-    (found,) = Path(folder).glob("*.whl")
-    return found
+    (path,) = Path(folder).glob("*.whl")
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -389,13 +389,20 @@ def test_a_little_package_in_a_fresh_environment_attacks_and_defends(fedleak_whe
     home = tmp_path / "env"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", home], check=True)
     (there,) = (home / "lib").glob("python*/site-packages")
-    shared = "".join(f"{each}\n" for each in site.getsitepackages())
+    shared = "".join(f"{folder}\n" for folder in site.getsitepackages())
     (there / "shared.pth").write_text(
         shared
     )  # after its own folder, and no .pth file in it is read
     little = wheel(shutil.copytree(LITTLE, tmp_path / "little"), tmp_path / "wheels")
-    for each in (fedleak_wheel, little):
-        target = ("--python", home / "bin" / "python", "install", "--no-deps", "--no-index", each)
+    for built_wheel in (fedleak_wheel, little):
+        target = (
+            "--python",
+            home / "bin" / "python",
+            "install",
+            "--no-deps",
+            "--no-index",
+            built_wheel,
+        )
         pip(*target, "--ignore-installed")
 
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}

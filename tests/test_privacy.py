@@ -123,16 +123,16 @@ def test_without_sampling_rdp_is_the_closed_form_and_above_the_truth(noise, uses
         + math.log((a - 1) / a)
         for a in orders
     ]
-    found = epsilon([replace(WHOLE, noise_multiplier=noise, steps=uses)])
-    assert found == pytest.approx(min(by_order), rel=1e-9)
-    assert exact(noise, uses) <= found <= 1.5 * exact(noise, uses) + 0.2
+    spent = epsilon([replace(WHOLE, noise_multiplier=noise, steps=uses)])
+    assert spent == pytest.approx(min(by_order), rel=1e-9)
+    assert exact(noise, uses) <= spent <= 1.5 * exact(noise, uses) + 0.2
 
 
 @pytest.mark.parametrize(("noise", "uses"), [(1.0, 1), (4.0, 30)])
 def test_without_sampling_prv_is_the_truth_but_for_its_tolerance(noise, uses):
-    found = epsilon([replace(WHOLE, noise_multiplier=noise, steps=uses)], accountant="prv")
+    spent = epsilon([replace(WHOLE, noise_multiplier=noise, steps=uses)], accountant="prv")
     truth = exact(noise, uses)
-    assert truth <= found <= truth + 0.03
+    assert truth <= spent <= truth + 0.03
 
 
 @pytest.mark.parametrize(
@@ -217,10 +217,10 @@ def test_all_sampled_examples_of_a_client_spend_no_less_than_the_exact_mixture(r
 
 def test_units_are_apart_and_in_order():
     spent = compose([WHOLE, STEP, WHOLE, STEP, STEP], DELTA, "rdp")
-    assert [each.of.unit for each in spent] == ["client", "example"]
-    assert [each.of for each in spent] == [WHOLE, STEP]
-    assert [len(each.events) for each in spent] == [2, 3]
-    assert [each.epsilon for each in spent] == [epsilon([WHOLE] * 2), epsilon([STEP] * 3)]
+    assert [spending.of.unit for spending in spent] == ["client", "example"]
+    assert [spending.of for spending in spent] == [WHOLE, STEP]
+    assert [len(spending.events) for spending in spent] == [2, 3]
+    assert [spending.epsilon for spending in spent] == [epsilon([WHOLE] * 2), epsilon([STEP] * 3)]
 
 
 def test_without_events_there_is_no_epsilon():
@@ -247,9 +247,9 @@ def test_noise_for_an_epsilon_spends_it_and_no_more(target, accountant):
 @pytest.mark.parametrize("local", [FEDSGD, FEDAVG])
 @pytest.mark.parametrize("sampling", ["poisson", "fixed"])
 def test_dp_sgd_solved_for_an_epsilon_spends_it_over_its_rounds(local, sampling):
-    asked = DpSgd(epsilon=3.0, max_grad_norm=0.7, sampling=sampling)
+    unsolved = DpSgd(epsilon=3.0, max_grad_norm=0.7, sampling=sampling)
     rounds = [2, 3, 5, 8, 9, 14]
-    solved = asked.solved(
+    solved = unsolved.solved(
         local, Budget(delta=DELTA, accountant="rdp", num_examples=18, rounds=rounds)
     )
     assert (solved.epsilon, solved.max_grad_norm, solved.sampling) == (None, 0.7, sampling)
@@ -320,8 +320,8 @@ def test_a_client_that_never_takes_part_needs_noise_all_the_same():
     experiment = experiment_of(local_dp, clients=8, clients_per_round=1, rounds=6)
     noise: dict[int, set[float]] = {}
     for client, rounds in enumerate(rounds_of_clients(experiment)):
-        found = protection(experiment, client, 9).defenses[0]
-        noise.setdefault(len(rounds), set()).add(found.noise_multiplier)
+        defense = protection(experiment, client, 9).defenses[0]
+        noise.setdefault(len(rounds), set()).add(defense.noise_multiplier)
     assert {0, 1, 2} <= noise.keys(), "another seed"
     assert noise[0] == noise[1]
     assert 0 < min(noise[1]) < min(noise[2])
@@ -341,8 +341,8 @@ def test_planning_draws_the_clients_of_a_round_once(monkeypatch):
         protection(experiment, client, 9)
     assert drawn == list(range(1, 10))
     by_round = {r: clients_of_round(experiment, r) for r in range(1, 10)}
-    found = rounds_of_clients(experiment)
-    assert [[r for r in by_round if c in by_round[r]] for c in range(6)] == [*map(list, found)]
+    by_client = rounds_of_clients(experiment)
+    assert [[r for r in by_round if c in by_round[r]] for c in range(6)] == [*map(list, by_client)]
 
 
 def test_a_client_trains_in_batches_of_what_it_has():

@@ -55,14 +55,14 @@ def test_a_table_is_whole_and_each_line_is_an_attack_in_a_cell(grids, name, line
         ordered = [line.scores[k] for k in ("rouge2", "rougeL", "rouge1") if k in line.scores]
         assert len(ordered) > 1
         assert [0, *ordered, 100] == sorted([0, *ordered, 100])
-    found = [
-        id(table.scores(cell.experiment.model_dump(mode="json"), each.name))
+    score_ids = [
+        id(table.scores(cell.experiment.model_dump(mode="json"), named_attack.name))
         for grid in grids(name)
         for cell in grid.cells
-        for each in cell.experiment.attacks
-        if each.attack.kind != "probes"
+        for named_attack in cell.experiment.attacks
+        if named_attack.attack.kind != "probes"
     ]
-    assert sorted(found) == sorted(id(line.scores) for line in table.lines)
+    assert sorted(score_ids) == sorted(id(line.scores) for line in table.lines)
 
 
 @pytest.mark.parametrize("name", LINES)
@@ -77,13 +77,15 @@ def test_a_sweep_of_a_table_is_the_published_setting(grids, name):
             assert cell.experiment.data.samples >= table.clients * table.batch_size
             known = set() if name == "dager-table10" else {"labels", "lengths", "batch_size"}
             assert set(cell.experiment.threat.knows) == known
-            for each in cell.experiment.attacks:
-                if each.attack.kind in ("probes", "dager"):
+            for named_attack in cell.experiment.attacks:
+                if named_attack.attack.kind in ("probes", "dager"):
                     continue
-                assert each.attack.faithful
-                assert each.attack.precision == "float32"
+                assert named_attack.attack.faithful
+                assert named_attack.attack.precision == "float32"
                 large = cell.experiment.model.name == "bert-large-uncased"
-                assert each.attack.size == ("large" if large and name == "lamp-table1" else "base")
+                assert named_attack.attack.size == (
+                    "large" if large and name == "lamp-table1" else "base"
+                )
 
 
 def test_parts_of_the_tables_are_parts_of_a_model(grids, bert_tiny):
@@ -141,23 +143,27 @@ def reproduce(
     def reproduce(*arguments: str) -> tuple[int, list[list[str]], str]:
         monkeypatch.setattr(sys, "argv", ["reproduce.py", "tiny.toml", *arguments])
         status = REPRODUCE["main"]()
-        said = "".join(capsys.readouterr())
-        table = [line for line in said.splitlines() if line.startswith("| ")]
-        return status, [[one.strip() for one in line.strip("|").split("|")] for line in table], said
+        output = "".join(capsys.readouterr())
+        table = [line for line in output.splitlines() if line.startswith("| ")]
+        return (
+            status,
+            [[cell.strip() for cell in line.strip("|").split("|")] for line in table],
+            output,
+        )
 
     return reproduce
 
 
 def test_a_sweep_is_run_once_and_printed_with_what_was_published(reproduce, tmp_path):
-    status, (heading, _), said = reproduce("--no-run")
+    status, (heading, _), output = reproduce("--no-run")
     assert status == 0
-    assert "not finished: 2 of 2 cells" in said
+    assert "not finished: 2 of 2 cells" in output
     metrics = ["R-1", "R-2", "R-L", "content", "chance"]
     assert heading == ["model", "batch size", "attack", "answers", *metrics]
 
-    status, (_, _, *rows), said = reproduce("--set", "seed=3")
+    status, (_, _, *rows), output = reproduce("--set", "seed=3")
     assert status == 0
-    assert "not finished" not in said
+    assert "not finished" not in output
     assert [row[:4] for row in rows] == [
         ["builtin/bert-tiny", size, attack, "2 of 2"]
         for size in "12"
@@ -194,10 +200,10 @@ def test_a_sweep_is_run_once_and_printed_with_what_was_published(reproduce, tmp_
     run.write_rows(Lines("reconstructions.jsonl", dict), answers)
     run.update_info(status="interrupted")
     (run.path / "leakage.jsonl").unlink()
-    status, (_, _, *rows), said = reproduce("--no-run")
+    status, (_, _, *rows), output = reproduce("--no-run")
     assert status == 0
     assert [row[3] for row in rows] == ["1 of 2", "1 of 2", "2 of 2", "2 of 2"]
-    assert "not finished: 1 of 2 cells" in said
+    assert "not finished: 1 of 2 cells" in output
     with run.lock():  # it is going on
         assert reproduce("--no-run")[1][2:] == rows
 
@@ -207,21 +213,21 @@ def test_a_sweep_is_run_once_and_printed_with_what_was_published(reproduce, tmp_
     [("data.sampels=1", "'sampels'"), ('sweep.model.name=["./none"]', "there is no such folder")],
 )
 def test_a_wrong_setting_is_told_what_is_right(reproduce, tmp_path, change, says):
-    status, _, said = reproduce("--set", change)
+    status, _, output = reproduce("--set", change)
     assert status == 2
-    assert said.startswith("fedleak: cell ") or "\nfedleak: cell " in said
-    assert says in said
+    assert output.startswith("fedleak: cell ") or "\nfedleak: cell " in output
+    assert says in output
     assert not (tmp_path / "runs").exists()
 
 
 def test_a_file_that_is_not_there_is_named(reproduce, tmp_path):
     (tmp_path / "tiny.toml").unlink()
-    status, _, said = reproduce()
+    status, _, output = reproduce()
     assert status == 2
-    assert said == "fedleak: experiment file 'tiny.toml': there is no such file\n"
+    assert output == "fedleak: experiment file 'tiny.toml': there is no such file\n"
 
 
 def test_a_sweep_of_families_is_sent_to_its_own_command(reproduce):
-    status, _, said = reproduce("--set", 'sweep.family=[{name="none"}]')
+    status, _, output = reproduce("--set", 'sweep.family=[{name="none"}]')
     assert status == 2
-    assert "use `fedleak sweep tiny.toml`" in said
+    assert "use `fedleak sweep tiny.toml`" in output

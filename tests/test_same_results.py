@@ -31,7 +31,7 @@ def write(folder: Path, file: str = "", change: Change = lambda rows: None) -> P
         rows = [{"round": 1, "client": c, "attack": "dlg"} | row for c in (0, 1)]
         if name == file:
             change(rows)
-        (run / name).write_text("".join(json.dumps(each) + "\n" for each in rows))
+        (run / name).write_text("".join(json.dumps(row_to_write) + "\n" for row_to_write in rows))
     return folder
 
 
@@ -93,8 +93,8 @@ def test_what_no_version_promises_is_no_difference(tmp_path, file, change):
 )
 def test_each_difference_is_one_line(tmp_path, file, change, line):
     before, after = write(tmp_path / "before"), write(tmp_path / "after", file, change)
-    (found,) = differences(before, after)
-    assert found.startswith(line)
+    (difference,) = differences(before, after)
+    assert difference.startswith(line)
 
 
 def test_a_run_or_a_row_that_is_nowhere_is_a_difference(tmp_path):
@@ -115,10 +115,10 @@ def test_a_field_that_was_changed_on_purpose_is_renamed_or_ignored(tmp_path):
             row["rouge_l"] = row.pop("rougeL")
 
     before, after = write(tmp_path / "before"), write(tmp_path / "after", "leakage.jsonl", change)
-    status, said = compare(before, after)
+    status, output = compare(before, after)
     assert status == 1
-    assert "4 differences" in said
-    assert "1 0 dlg: rougeL: 0.25 -> null" in said
+    assert "4 differences" in output
+    assert "1 0 dlg: rougeL: 0.25 -> null" in output
     for way in (["--renamed", "rougeL=rouge_l"], ["--ignore", "rougeL", "--ignore", "rouge_l"]):
         assert compare(before, after, *way) == (0, "the same\n")
 

@@ -198,16 +198,16 @@ def cells_of(*values, name="grid"):
 
 
 def test_what_others_wrote_is_inert_in_the_table_of_a_sweep():
-    found = cells_of(HOSTILE, [{"kind": HOSTILE, HOSTILE: HOSTILE}], name=HOSTILE)
+    sweep_summary = cells_of(HOSTILE, [{"kind": HOSTILE, HOSTILE: HOSTILE}], name=HOSTILE)
     for file in (Terminal(), io.StringIO()):
-        print_table(Console(file=file, width=200, emoji=False), attacks_table(found))
+        print_table(Console(file=file, width=200, emoji=False), attacks_table(sweep_summary))
         assert_inert(file.getvalue())
 
 
 def test_what_others_wrote_is_inert_in_drawings(tmp_path):
-    found = cells_of(HOSTILE, [{"kind": HOSTILE, HOSTILE: HOSTILE}], 3)
-    write(along_first_key(found), tmp_path / "sweep.svg")
-    write(tradeoff(found), tmp_path / "tradeoff.svg")
+    sweep_summary = cells_of(HOSTILE, [{"kind": HOSTILE, HOSTILE: HOSTILE}], 3)
+    write(along_first_key(sweep_summary), tmp_path / "sweep.svg")
+    write(tradeoff(sweep_summary), tmp_path / "tradeoff.svg")
     families = {"family": [{"kind": HOSTILE, "strength": HOSTILE}]}
     read = WorstCase(
         **dict.fromkeys(WorstCase.model_fields)
@@ -220,7 +220,7 @@ def test_what_others_wrote_is_inert_in_drawings(tmp_path):
             "first": {HOSTILE: 1},
         }
     )
-    cell = found.cells[0].model_copy(
+    cell = sweep_summary.cells[0].model_copy(
         update={"values": {"family": families["family"][0]}, "worst_case": read}
     )
     of_families = SweepSummary(name=HOSTILE, axes=families, cells=(cell,), units={HOSTILE: HOSTILE})
@@ -236,9 +236,9 @@ def test_what_others_wrote_is_inert_in_drawings(tmp_path):
 def test_what_a_client_wrote_is_inert_in_an_error(capsys):
     with pytest.raises(BaseException), mended():  # noqa: B017, PT011 - Typer's own way out
         raise FedleakError(f"client 1 failed: {HOSTILE}")
-    said = capsys.readouterr().err
-    assert_inert(said)
-    assert said.count("\n") == 1
+    errors = capsys.readouterr().err
+    assert_inert(errors)
+    assert errors.count("\n") == 1
 
 
 # --- private texts --------------------------------------------------------------------------

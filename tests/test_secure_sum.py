@@ -62,10 +62,10 @@ def of_flower(defense, update, monkeypatch, *name):
 def test_rounding_is_that_of_flower_s_own_functions(defense, monkeypatch):
     update = update_of(0)
     expected, whole = of_flower(defense, update, monkeypatch, "same")
-    found = rounded(defense, update, "same")
-    for value, like in zip(found.tensors.values(), expected, strict=True):
+    rounded_update = rounded(defense, update, "same")
+    for value, like in zip(rounded_update.tensors.values(), expected, strict=True):
         torch.testing.assert_close(value, like, rtol=1e-12, atol=1e-15)
-    steps = torch.cat([torch.from_numpy(each).flatten() for each in whole])
+    steps = torch.cat([torch.from_numpy(levels).flatten() for levels in whole])
     if defense is COARSE:  # where something is cut off, too
         assert int(steps.min()) == 0
         assert int(steps.max()) == defense.levels
@@ -101,20 +101,20 @@ def test_a_number_on_a_step_stays_there():
 
 
 def test_sixteen_bits_leave_as_thirty_two():
-    found = rounded(FINE, update_of(3, dtype=torch.bfloat16))
-    assert {value.dtype for value in found.tensors.values()} == {torch.float32}
+    rounded_update = rounded(FINE, update_of(3, dtype=torch.bfloat16))
+    assert {value.dtype for value in rounded_update.tensors.values()} == {torch.float32}
 
 
 def test_the_sum_is_weighted_by_whole_levels():
     updates = [rounded(FINE, update_of(n, n + 1), n) for n in range(3)]
     weights = [round((n + 1) / 8 * 2**22) for n in range(3)]
-    found = FINE.combined(iter(updates), rng=stream(0))
-    assert found.num_examples == 6
-    for name, value in found.tensors.items():
-        total = sum(w * one.tensors[name] for w, one in zip(weights, updates, strict=True))
+    combined = FINE.combined(iter(updates), rng=stream(0))
+    assert combined.num_examples == 6
+    for name, value in combined.tensors.items():
+        total = sum(w * update.tensors[name] for w, update in zip(weights, updates, strict=True))
         torch.testing.assert_close(value.double(), total / sum(weights), rtol=1e-5, atol=1e-9)
     plain = mean_update(updates)
-    for name, value in found.tensors.items():
+    for name, value in combined.tensors.items():
         torch.testing.assert_close(value, plain.tensors[name], rtol=1e-5, atol=1e-8)
 
 
@@ -179,8 +179,10 @@ def test_it_is_applied_last_wherever_it_stands():
 
 
 def findings_of(**settings):
-    found = defense_checks.check(parse(TABLE | {"defense": [{"kind": "secure_sum", **settings}]}))
-    return [one for one in found if "secure_sum" in one.defense]
+    findings = defense_checks.check(
+        parse(TABLE | {"defense": [{"kind": "secure_sum", **settings}]})
+    )
+    return [finding for finding in findings if "secure_sum" in finding.defense]
 
 
 def test_the_check_says_what_rounding_does_apart_from_summing():
@@ -192,7 +194,7 @@ def test_the_check_says_what_rounding_does_apart_from_summing():
     # With Flower's own clipping and weight the step is a thousand times as long.
     coarse, *others = findings_of(clipping=8.0, max_weight=1000.0)
     assert "a step of 0.000954" in coarse.claim
-    assert all(one.holds for one in (fine, coarse, *summing, *others))
+    assert all(finding.holds for finding in (fine, coarse, *summing, *others))
     assert error_of(fine) < 1e-3 < 1e-2 < error_of(coarse)
     assert len(summing) == 2
 

@@ -51,13 +51,13 @@ def run(trained, tmp_path, monkeypatch, in_process):
 
 
 def rows(path, name="leakage.jsonl"):
-    found = (json.loads(line) for line in (path / name).read_text().splitlines())
-    return [row | {"seconds": None} for row in found]
+    file_rows = (json.loads(line) for line in (path / name).read_text().splitlines())
+    return [row | {"seconds": None} for row in file_rows]
 
 
 def answers(run):
-    given = (each.model_copy(update={"seconds": None}) for each in read_answers(run))
-    return sorted(given, key=lambda one: one.id)
+    given = (answer.model_copy(update={"seconds": None}) for answer in read_answers(run))
+    return sorted(given, key=lambda answer: answer.id)
 
 
 def attack(*more, shard):
@@ -91,12 +91,12 @@ def test_shards_have_all_of_the_work_once_and_alike(clients, rounds, named, coun
     keys = [Key(round, client) for round in range(1, rounds + 1) for client in range(clients)]
     work = groups([NamedAttack(str(i), SimpleNamespace()) for i in range(named)], keys)
     parts = [part_of(work, Shard(count, number)) for number in range(1, count + 1)]
-    found = Counter((one.attack.name, *one.keys) for part in parts for one in part)
-    assert found == Counter((one.attack.name, *one.keys) for one in work)
+    counts = Counter((task.attack.name, *task.keys) for part in parts for task in part)
+    assert counts == Counter((task.attack.name, *task.keys) for task in work)
     for name in map(str, range(named)):  # a slow attack is not left to one of them
-        sizes = [sum(one.attack.name == name for one in part) for part in parts]
+        sizes = [sum(task.attack.name == name for task in part) for part in parts]
         assert max(sizes) - min(sizes) <= 1
-    assert all(part == sorted(part, key=lambda one: one.keys[0]) for part in parts)
+    assert all(part == sorted(part, key=lambda task: task.keys[0]) for part in parts)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_a_capture_goes_once_all_shards_have_answered_for_it(run, tmp_path, orde
     preparation.prepare(experiment, run.path)  # it may change
     other = ["--set", 'attack=[{kind="dlg", name="dlg-new", steps=2}]']
     assert attack(*other, shard="1/2")[0] == 0
-    new = {each.key for each in answers(run) if each.attack == "dlg-new"}
+    new = {answer.key for answer in answers(run) if answer.attack == "dlg-new"}
     for number in order[:2]:
         assert attack(shard=f"{number}/3")[0] == 0
     with pytest.raises(KeyboardInterrupt):
@@ -210,8 +210,8 @@ def test_a_capture_goes_once_all_shards_have_answered_for_it(run, tmp_path, orde
     assert run.captures.deleted() == set(run.captures.all_keys())
     assert call("score", "runs/small")[0] == 0
     assert call("attack", "runs/small")[0] == 0  # nothing is left to do
-    found = [row for row in rows(run.path) if row["attack"] != "dlg-new"]
-    assert found == rows(tmp_path / "whole")
+    old_rows = [row for row in rows(run.path) if row["attack"] != "dlg-new"]
+    assert old_rows == rows(tmp_path / "whole")
     late = ["--set", 'attack=[{kind="dlg", name="dlg-late", steps=2}]']
     status, _, errors = attack(*late, shard="1/2")
     assert (status, "captures were deleted once the attacks" in errors) == (2, True)
@@ -262,11 +262,11 @@ def test_failed_answers_are_tried_again_by_their_shard_or_by_all(run, tmp_path):
         status, _, errors = attack(shard=f"{number}/2")
         assert ("failed: --retry tries them again" in errors) == (status == 1)
     capture.write_bytes(content)
-    assert sum(each.status == "failed" for each in answers(run)) == 3
+    assert sum(answer.status == "failed" for answer in answers(run)) == 3
     status, _, errors = attack(shard="1/2")
     assert status == 1  # it does not try again unasked
     assert attack("--retry", shard="1/2")[0] == 0
-    failed = [each.id for each in answers(run) if each.status == "failed"]
+    failed = [answer.id for answer in answers(run) if answer.status == "failed"]
     assert 0 < len(failed) < 3
     assert attack(shard="1/3")[0] == 0  # another division, in which nobody has failed yet
     assert call("attack", "runs/small", "--retry")[0] == 0

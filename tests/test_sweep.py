@@ -75,13 +75,13 @@ def read(path: Path) -> Any:
 
 def test_cells_are_the_product_in_the_files_order_and_differ_by_swept_keys_alone(write):
     text = BASE + '[sweep]\nseed = [0, 1]\n"update.share" = [["query"], "all"]\n'
-    found = sweep.load(write(text), ["federation.rounds=2"])
-    assert list(found.axes) == ["seed", "update.share"]
-    values = [(cell.experiment.seed, cell.experiment.update.share) for cell in found.cells]
+    grid = sweep.load(write(text), ["federation.rounds=2"])
+    assert list(grid.axes) == ["seed", "update.share"]
+    values = [(cell.experiment.seed, cell.experiment.update.share) for cell in grid.cells]
     assert values == list(itertools.product([0, 1], [["query"], "all"]))
-    assert [cell.values["seed"] for cell in found.cells] == [0, 0, 1, 1]
+    assert [cell.values["seed"] for cell in grid.cells] == [0, 0, 1, 1]
     base = load(write(BASE), ["federation.rounds=2"]).model_dump(mode="json")
-    for cell in found.cells:
+    for cell in grid.cells:
         changed = difference(base, cell.experiment.model_dump(mode="json"))
         assert {line.split(":")[0] for line in changed} <= {"seed", "update.share"}
 
@@ -96,15 +96,15 @@ def test_quoted_and_plain_keys_mean_the_same_also_from_the_command_line(write):
 def test_one_at_a_time_has_the_cells_that_differ_from_the_first_in_one_key(write):
     grid = '"federation.batch_size" = [2, 1, 4]\nseed = [0, 1]\n"update.share" = ["all", ["q1"]]\n'
     full = sweep.load(write(f"{BASE}[sweep]\n{grid}"))
-    found = sweep.load(write(f'{BASE}[sweep]\ndesign = "one-at-a-time"\n{grid}'))
+    reduced = sweep.load(write(f'{BASE}[sweep]\ndesign = "one-at-a-time"\n{grid}'))
     base = full.cells[0].values
 
     def moved(cell):
         return sum(cell.values[key] != base[key] for key in base)
 
-    assert {cell.name for cell in found.cells} == {c.name for c in full.cells if moved(c) <= 1}
-    assert len(found.cells) == 1 + 2 + 1 + 1
-    assert found.cells[0] == full.cells[0]
+    assert {cell.name for cell in reduced.cells} == {c.name for c in full.cells if moved(c) <= 1}
+    assert len(reduced.cells) == 1 + 2 + 1 + 1
+    assert reduced.cells[0] == full.cells[0]
     # The same folders, so what ran goes into the full grid.
     again = sweep.load(
         write(f'{BASE}[sweep]\ndesign = "one-at-a-time"\n{grid}'), ["sweep.design=all"]
@@ -133,18 +133,22 @@ WITH_ATTACKS = BASE.replace("attack = []\n", ATTACKS)
 
 
 def test_a_family_sets_its_keys_with_each_strength_and_lacks_the_attacks_it_is_without(write):
-    found = sweep.load(write(WITH_ATTACKS + FAMILIES))
-    assert list(found.axes) == ["seed", "family"]
-    assert found.units == {"mask": "share set to zero"}
+    grid = sweep.load(write(WITH_ATTACKS + FAMILIES))
+    assert list(grid.axes) == ["seed", "family"]
+    assert grid.units == {"mask": "share set to zero"}
     made = [
         (
             cell.values["family"].get("strength"),
             [table["fraction"] for table in cell.experiment.defense],
             cell.experiment.federation.learning_rate,
             cell.experiment.update.share,
-            [each.name for each in cell.experiment.attacks if each.name != "probes"],
+            [
+                named_attack.name
+                for named_attack in cell.experiment.attacks
+                if named_attack.name != "probes"
+            ],
         )
-        for cell in found.cells
+        for cell in grid.cells
     ]
     every = ["dager", "dlg", "second"]
     assert made == 2 * [
@@ -154,7 +158,7 @@ def test_a_family_sets_its_keys_with_each_strength_and_lacks_the_attacks_it_is_w
         ("q1", [], 0.1, ["q1"], ["dlg"]),
         ("o1", [], 0.1, ["o1"], ["dlg"]),
     ]
-    names = [cell.name for cell in found.cells[:4]]
+    names = [cell.name for cell in grid.cells[:4]]
     assert names[1].startswith("seed=0,family=mask-strength-0.5-")
     assert len(set(names)) == 4
 
@@ -373,9 +377,9 @@ def test_a_cell_that_breaks_is_named_and_the_others_are_done(write, here, jobs, 
         return train(run, *arguments, **more)
 
     def side_by_side(calls, at_once, started, ended):  # here, so that the patch counts
-        for name, one in calls.items():
+        for name, start_call in calls.items():
             started(name)
-            ended(name, one(0))
+            ended(name, start_call(0))
 
     monkeypatch.setattr(sweep.pipeline, "carry_out", carry_out)
     monkeypatch.setattr(processes, "side_by_side", side_by_side)
@@ -396,7 +400,7 @@ def runs_of(grid: sweep.Sweep) -> list[Run]:
 def results(folder: Path) -> dict[str, Any]:
     """Returns what a cell found out, without what a clock or a device wrote."""
     names = ("reconstructions.jsonl", "leakage.jsonl", "utility.jsonl")
-    found: dict[str, Any] = {
+    rows_by_file: dict[str, Any] = {
         name: sorted(
             json.dumps(row | {"seconds": None, "device": None, "seal": None})
             for row in Run(folder).rows(Lines(name, dict))
@@ -404,7 +408,7 @@ def results(folder: Path) -> dict[str, Any]:
         for name in names
     }
     tensors = [*folder.glob("captures/*"), *folder.glob("models/*")]
-    return found | {str(path.relative_to(folder)): path.read_bytes() for path in tensors}
+    return rows_by_file | {str(path.relative_to(folder)): path.read_bytes() for path in tensors}
 
 
 def test_cells_that_differ_in_attacks_alone_are_trained_once(write, here):
@@ -445,9 +449,9 @@ def test_cells_at_once_find_what_they_find_one_after_the_other(write, here):
     status, text, errors = call("sweep", "grid.toml", "--jobs", "2")
     assert status == 0, errors
     lines = [
-        f"{i} of 2 {what}: {cell}"
+        f"{i} of 2 {event}: {cell}"
         for i, cell in enumerate(CELLS, 1)
-        for what in ("started", "finished")
+        for event in ("started", "finished")
     ]
     assert [line for line in lines if line not in text.splitlines()] == []
     assert "attacks" not in text  # no bars
@@ -456,15 +460,15 @@ def test_cells_at_once_find_what_they_find_one_after_the_other(write, here):
         at_once, alone = (results(here / "runs" / name / cell) for name in ("grid", "alone"))
         assert len(alone["leakage.jsonl"]) == 4
         assert at_once == alone
-    found = []
+    cell_rows = []
     for name in ("grid", "alone"):
         cells = read(here / "runs" / name / "sweep.json")["cells"]
         assert [row["status"] for row in cells] == ["finished"] * 2
-        for of in (of for row in cells for of in row["attacks"].values()):
-            assert of.pop("seconds") > 0
-            of.pop("seconds_per_update")
-        found.append(cells)
-    assert found[0] == found[1]
+        for figures in (figures for row in cells for figures in row["attacks"].values()):
+            assert figures.pop("seconds") > 0
+            figures.pop("seconds_per_update")
+        cell_rows.append(cells)
+    assert cell_rows[0] == cell_rows[1]
     assert (here / "runs" / "grid" / "tradeoff.svg").is_file()
 
 
@@ -475,7 +479,7 @@ def test_jobs_divide_the_devices_and_share_them_only_if_there_are_too_few():
         ["cuda:1"],
     ]
     assert [sweep.devices_of_job(three, 4, place) for place in range(4)] == [
-        [each] for each in [*three, three[0]]
+        [device] for device in [*three, three[0]]
     ]
     assert [sweep.devices_of_job(["cpu"], 2, place) for place in (0, 1)] == [["cpu"], ["cpu"]]
 
@@ -530,8 +534,10 @@ def test_a_killed_sweep_goes_on_where_it_stopped(write, here, number):
             process.send_signal(number)
             break
         time.sleep(0.02)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == (-signal.SIGKILL if number == signal.SIGKILL else 130), said
+    _, error_output = process.communicate(timeout=60)
+    assert process.returncode == (-signal.SIGKILL if number == signal.SIGKILL else 130), (
+        error_output
+    )
     assert Run(folder / CELLS[1]).info()["status"] in ("running", "interrupted")
     before = stamps(folder / CELLS[0])
     assert "summary.json" in before
@@ -636,9 +642,13 @@ def collected(axes: dict[str, list[Any]]) -> SweepSummary:
     return SweepSummary(name="grid", axes=axes, cells=tuple(cells))
 
 
-def with_cells(found: SweepSummary, change: Callable[[int, CellSummary], CellSummary]) -> Any:
+def with_cells(
+    sweep_summary: SweepSummary, change: Callable[[int, CellSummary], CellSummary]
+) -> Any:
     """Returns a sweep with other cells."""
-    return changed(found, cells=tuple(change(i, cell) for i, cell in enumerate(found.cells)))
+    return changed(
+        sweep_summary, cells=tuple(change(i, cell) for i, cell in enumerate(sweep_summary.cells))
+    )
 
 
 def test_a_line_per_attack_and_combination_and_a_panel_per_measured_figure(tmp_path):
@@ -685,12 +695,12 @@ def x_axis(panel: dict[str, Any]) -> dict[str, Any]:
 
 def test_no_line_runs_through_a_cell_without_an_answer():
     nothing = {"dager": summary(), "probes": summary()}
-    found = with_cells(
+    sweep_summary = with_cells(
         collected({"federation.batch_size": [1, 2, 4, 8]}),
         # The last one is not finished: nothing is known of an answer.
         lambda i, cell: changed(cell, attacks=(cell.attacks, nothing, cell.attacks, {})[i]),
     )
-    exact, *_ = along_first_key(found)["concat"]
+    exact, *_ = along_first_key(sweep_summary)["concat"]
     line = rows_of(exact, "line", "dager")
     assert [row["x"] for row in line] == [1, 2, 4, 8]
     assert [row["y"] is None for row in line] == [False, True, False, True]
@@ -700,8 +710,8 @@ def test_no_line_runs_through_a_cell_without_an_answer():
 
 
 def test_between_two_defenses_there_is_no_line():
-    found = collected({"defense": [[], NOISE, [{"kind": "sign"}]]})
-    for panel in along_first_key(found)["concat"]:
+    sweep_summary = collected({"defense": [[], NOISE, [{"kind": "sign"}]]})
+    for panel in along_first_key(sweep_summary)["concat"]:
         assert "line" not in [layer["mark"]["type"] for layer in panel["layer"]]
         shifts = {row["shift"] for row in rows_of(panel, "point", "dager")}
         assert not shifts & {row["shift"] for row in rows_of(panel, "point", "probes")}
@@ -843,7 +853,10 @@ def test_one_cell_with_utility_trades_nothing_off(tmp_path):
 
 
 def test_labels_leave_out_what_is_the_same_in_all_cells():
-    noise = [[], *([{"kind": "dp", "noise": each, "clip": 1.0}] for each in (0.5, 2.0))]
+    noise = [
+        [],
+        *([{"kind": "dp", "noise": noise_scale, "clip": 1.0}] for noise_scale in (0.5, 2.0)),
+    ]
     cells = collected({"defense": noise, "seed": [3]}).cells
     assert labels(cells) == ["none, 3", "dp noise=0.5, 3", "dp noise=2.0, 3"]
     once = collected({"defense": [[{"kind": "dp"}], noise[1]]}).cells
@@ -857,14 +870,18 @@ def headings_and_first_line(collected: SweepSummary) -> dict[str, str]:
 
 
 def test_the_table_has_utility_epsilon_and_beside_it_the_noise_multiplier():
-    found = headings_and_first_line(traded("mcc", [0.614, 0.5], [3.14159, "none"], [1.0, None]))
-    assert list(found)[:4] == ["seed", "MCC", "epsilon", "noise multiplier"]
-    assert list(found.values())[:4] == ["0", "0.61", "3.14", "1"]
-    found = headings_and_first_line(traded("mcc", [None, 0.5], ["none", 2.0], [None, 1.0]))
-    assert list(found.values())[:4] == ["0", "-", "none", "-"]
-    found = headings_and_first_line(traded("perplexity", [31.27] * 2, ["none"] * 2, [None] * 2))
-    assert list(found)[:3] == ["seed", "perplexity", "attack"]
-    assert found["perplexity"] == "31.3"
+    first_line = headings_and_first_line(
+        traded("mcc", [0.614, 0.5], [3.14159, "none"], [1.0, None])
+    )
+    assert list(first_line)[:4] == ["seed", "MCC", "epsilon", "noise multiplier"]
+    assert list(first_line.values())[:4] == ["0", "0.61", "3.14", "1"]
+    first_line = headings_and_first_line(traded("mcc", [None, 0.5], ["none", 2.0], [None, 1.0]))
+    assert list(first_line.values())[:4] == ["0", "-", "none", "-"]
+    first_line = headings_and_first_line(
+        traded("perplexity", [31.27] * 2, ["none"] * 2, [None] * 2)
+    )
+    assert list(first_line)[:3] == ["seed", "perplexity", "attack"]
+    assert first_line["perplexity"] == "31.3"
     assert list(headings_and_first_line(collected({"seed": [0]})))[:2] == ["seed", "attack"]
 
 
@@ -890,12 +907,12 @@ def test_no_word_of_a_cell_is_broken_where_room_is_short():
         changed(cell, values={key: values[i] for key, values in swept.items()})
         for i, cell in enumerate(figures.cells)
     )
-    found = changed(figures, axes=swept, cells=cells)
+    sweep_summary = changed(figures, axes=swept, cells=cells)
     words = {"gaussian_noise", "sigma=0.0001", "dp_sgd", "epsilon=8.0", "defense", "dager", "31.2"}
     words |= {"fedavg", "ROUGE-L", "seconds"}  # also the last column
     for width in range(44, 160, 3):
         console = Console(width=width, record=True, file=io.StringIO())
-        print_table(console, attacks_table(found))
+        print_table(console, attacks_table(sweep_summary))
         text = console.export_text()
         assert words <= set(text.split()), text
         assert max(map(len, text.splitlines())) <= width

@@ -49,35 +49,41 @@ def private_words(run: Run) -> list[str]:
     assert call("export", str(run.path), "--to", "rows.parquet", "--texts")[0] == 0
     import datasets
 
-    found = datasets.Dataset.from_parquet("rows.parquet", cache_dir="cache")
-    pairs = [pair for each in found["pairs"] for pair in json.loads(each)]
+    exported = datasets.Dataset.from_parquet("rows.parquet", cache_dir="cache")
+    pairs = [pair for cell in exported["pairs"] for pair in json.loads(cell)]
     return sorted({max(pair["text"].split(), key=len) for pair in pairs})
 
 
 def test_figures_are_those_of_the_files(run: Run) -> None:
-    found, rows, summary = tracked(run), run.rows(LEAKAGE), run.read_document(SUMMARY)
-    values = {(each.name, each.round): each.value for each in found.metrics}
-    assert len(values) == len(found.metrics)
+    tracked_run, rows, summary = tracked(run), run.rows(LEAKAGE), run.read_document(SUMMARY)
+    values = {(metric.name, metric.round): metric.value for metric in tracked_run.metrics}
+    assert len(values) == len(tracked_run.metrics)
     for round in (1, 2):
         for name in ("dlg", "dlg+lengths"):
-            of = [each for each in rows if (each.round, each.attack) == (round, name)]
-            scores = [text.rougeL for each in of for text in each.texts or ()]
+            attack_rows = [
+                leakage_row
+                for leakage_row in rows
+                if (leakage_row.round, leakage_row.attack) == (round, name)
+            ]
+            scores = [
+                text.rougeL for leakage_row in attack_rows for text in leakage_row.texts or ()
+            ]
             mean = values[f"attack/{name.replace('+', ':')}/rougeL", round]
             assert mean == pytest.approx(sum(scores) / len(scores))
-            controls = [each.control_rougeL for each in of]
+            controls = [leakage_row.control_rougeL for leakage_row in attack_rows]
             control = values[f"attack/{name.replace('+', ':')}/control_rougeL", round]
             assert control == pytest.approx(sum(controls) / len(controls))
-    for each in run.rows(UTILITY):
-        assert values["utility/loss", each.round] == each.figures["loss"]
+    for utility in run.rows(UTILITY):
+        assert values["utility/loss", utility.round] == utility.figures["loss"]
     for end in ("mean", "low", "high"):
         worst = getattr(summary.worst_case.rougeL, end)
         assert values[f"total/any_attack/rougeL/{end}", 2] == worst
     rounds = [values["any_attack/rougeL", round] for round in (1, 2)]
     assert sum(rounds) / 2 == pytest.approx(summary.worst_case.rougeL.mean)
-    assert found.parameters["federation.rounds"] == "2"
-    assert found.parameters["attack.0.kind"] == "dlg"
-    assert found.tags["fedleak.epsilon"] == "none"
-    assert found.tags["fedleak.told"] == "labels, lengths"
+    assert tracked_run.parameters["federation.rounds"] == "2"
+    assert tracked_run.parameters["attack.0.kind"] == "dlg"
+    assert tracked_run.tags["fedleak.epsilon"] == "none"
+    assert tracked_run.tags["fedleak.told"] == "labels, lengths"
 
 
 def test_the_epsilon_of_a_round_is_that_of_the_client_with_the_largest(run: Run) -> None:
@@ -88,7 +94,9 @@ def test_the_epsilon_of_a_round_is_that_of_the_client_with_the_largest(run: Run)
     def epsilons(*rows: LedgerRow) -> dict[int, float]:
         run.write_rows(LEDGER, rows)
         metrics = tracked(run).metrics
-        return {each.round: each.value for each in metrics if each.name == "privacy/epsilon"}
+        return {
+            metric.round: metric.value for metric in metrics if metric.name == "privacy/epsilon"
+        }
 
     rows = [spent(1, 0, 1.0), spent(1, 0, 3.0), spent(1, 1, 2.0), spent(2, 0, 1.5)]
     # Of two statements about a client the smaller counts; who rests in a round has spent its own.
@@ -104,14 +112,16 @@ def test_mlflow_has_settings_figures_by_round_and_a_report_without_texts(run: Ru
     (made,) = client.search_runs([client.get_experiment_by_name("fedleak").experiment_id])
     assert text == f"MLflow has it as run {made.info.run_id}\n"
     assert (made.info.status, made.info.run_name) == ("FINISHED", "small")
-    found = tracked(run)
-    assert made.data.params == found.parameters
-    assert made.data.tags.items() >= found.tags.items()
-    for name in {each.name for each in found.metrics}:
+    tracked_run = tracked(run)
+    assert made.data.params == tracked_run.parameters
+    assert made.data.tags.items() >= tracked_run.tags.items()
+    for name in {metric.name for metric in tracked_run.metrics}:
         history = client.get_metric_history(made.info.run_id, name)
-        expected = [(each.round, each.value) for each in found.metrics if each.name == name]
-        assert [(each.step, each.value) for each in history] == expected
-    artifacts = [each.path for each in client.list_artifacts(made.info.run_id)]
+        expected = [
+            (metric.round, metric.value) for metric in tracked_run.metrics if metric.name == name
+        ]
+        assert [(logged.step, logged.value) for logged in history] == expected
+    artifacts = [artifact.path for artifact in client.list_artifacts(made.info.run_id)]
     assert artifacts == ["report-redacted.html"]
     written = b"".join(path.read_bytes() for path in Path("store").rglob("*") if path.is_file())
     words = private_words(run)
@@ -154,7 +164,7 @@ def test_names_of_others_are_no_paths(run: Run) -> None:
     run.write(SUMMARY, summary.model_copy(update={"attacks": attacks, "ladder": None}))
     line = '{"schema_version": 2, "round": 1, "../../../y": 1.0}\n'
     (run.path / "utility.jsonl").write_text(line)
-    names = {each.name for each in tracked(run).metrics}
+    names = {metric.name for metric in tracked(run).metrics}
     assert "utility/.._.._.._y" in names
     assert "attack/.._.._x__31m_script_/rougeL" in names
     assert not [name for name in names if {"..", ".", ""} & set(name.split("/"))]
@@ -169,11 +179,11 @@ def test_tensorboard_has_figures_by_round(run: Run) -> None:
     assert (status, text, errors) == (0, "for TensorBoard: logs/small\n", "")
     read = accumulators.EventAccumulator("logs/small")
     read.Reload()
-    found = tracked(run).metrics
-    assert set(read.Tags()["scalars"]) == {each.name for each in found}
-    for name in {each.name for each in found}:
-        points = [(each.step, each.value) for each in read.Scalars(name)]
-        expected = [(each.round, each.value) for each in found if each.name == name]
+    metrics = tracked(run).metrics
+    assert set(read.Tags()["scalars"]) == {metric.name for metric in metrics}
+    for name in {metric.name for metric in metrics}:
+        points = [(event.step, event.value) for event in read.Scalars(name)]
+        expected = [(metric.round, metric.value) for metric in metrics if metric.name == name]
         assert [step for step, _ in points] == [step for step, _ in expected]
         assert [y for _, y in points] == pytest.approx([y for _, y in expected], rel=1e-6)
     (settings,) = read.Tensors("settings/text_summary")
@@ -196,8 +206,8 @@ def test_tensorboard_has_figures_by_round(run: Run) -> None:
 def test_what_cannot_be_exported_is_one_line(
     run: Run, arguments: list[str], status: int, says: str
 ) -> None:
-    found, _, errors = call("export", *arguments)
-    assert found == status
+    exit_status, _, errors = call("export", *arguments)
+    assert exit_status == status
     assert says in errors
     assert errors.count("\n") == 1
 

@@ -115,8 +115,8 @@ def test_a_good_answer_is_kept_and_what_is_not_finite_is_null(trained):
 
 
 def test_a_reason_is_one_line_of_bounded_length_that_nothing_obeys():
-    said = Reconstruction.none(Status.ABSTAINED, "\x1b[2Jno\nrow " + "\u202ex" * 10**6)
-    reason = answers.checked(said, vocabulary=9, longest=9, examples=1).reason
+    reconstruction = Reconstruction.none(Status.ABSTAINED, "\x1b[2Jno\nrow " + "\u202ex" * 10**6)
+    reason = answers.checked(reconstruction, vocabulary=9, longest=9, examples=1).reason
     assert reason.startswith("\\x1b[2Jno row \\u202ex")
     assert reason.isprintable()
     assert len(reason) <= 8 * answers.LONGEST_REASON
@@ -124,25 +124,29 @@ def test_a_reason_is_one_line_of_bounded_length_that_nothing_obeys():
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_numbers_in_facts_and_diagnostics_are_finite_or_null(value):
-    said = Reconstruction(
+    reconstruction = Reconstruction(
         status=Status.RECOVERED,
         facts={"longest_sequence": value},
         diagnostics={"a": [{"b": value}]},
     )
-    answer = answers.checked(said, vocabulary=9, longest=9, examples=1)
+    answer = answers.checked(reconstruction, vocabulary=9, longest=9, examples=1)
     assert (answer.facts, answer.diagnostics) == ({"longest_sequence": None}, {"a": [{"b": None}]})
 
 
 def test_a_fact_that_nobody_knows_is_kept_and_not_compared(run, monkeypatch, in_process):
-    found = {**attacks.kinds(), "forecaster": Forecaster}
-    monkeypatch.setattr(attacks, "kinds", lambda: found)
+    kinds = {**attacks.kinds(), "forecaster": Forecaster}
+    monkeypatch.setattr(attacks, "kinds", lambda: kinds)
     experiment = parse(TABLE | {"attack": [{"kind": "forecaster"}]})
     dispatcher.attack_captures(run, experiment, no_more=lambda: True)
     scored = scoring.score_run(run)
-    told = [one.row.facts for one in scored if one.row.attack == "forecaster"]
-    assert [facts["weather"].claimed for facts in told] == [["rain", 1]] * 2
-    assert [facts["weather"].right for facts in told] == [None] * 2
-    assert [facts["longest_sequence"].right for facts in told] == [False] * 2
+    forecaster_facts = [
+        scored_answer.row.facts
+        for scored_answer in scored
+        if scored_answer.row.attack == "forecaster"
+    ]
+    assert [facts["weather"].claimed for facts in forecaster_facts] == [["rain", 1]] * 2
+    assert [facts["weather"].right for facts in forecaster_facts] == [None] * 2
+    assert [facts["longest_sequence"].right for facts in forecaster_facts] == [False] * 2
     console = Console(file=io.StringIO(), width=400)
     print_run(run, scored, console)
     shown = {
@@ -153,8 +157,8 @@ def test_a_fact_that_nobody_knows_is_kept_and_not_compared(run, monkeypatch, in_
 
 
 def test_a_run_with_hostile_attacks_is_attacked_scored_and_shown(run, monkeypatch, in_process):
-    found = {**attacks.kinds(), "hostile": Hostile}
-    monkeypatch.setattr(attacks, "kinds", lambda: found)
+    kinds = {**attacks.kinds(), "hostile": Hostile}
+    monkeypatch.setattr(attacks, "kinds", lambda: kinds)
     bad = [{"kind": "hostile", "name": f"bad-{i}", "answers": a} for i, a in enumerate(ANSWERS)]
     experiment = parse(TABLE | {"attack": bad})
     dispatcher.attack_captures(run, experiment, no_more=lambda: True)

@@ -21,7 +21,7 @@ MARKER = PICTURE["MARKER"]
 
 def table(text):
     lines = [line for line in text.partition(MARKER)[2].splitlines() if line.startswith("| ")]
-    heading, _, *rows = ([one.strip() for one in line.strip("|").split(" | ")] for line in lines)
+    heading, _, *rows = ([cell.strip() for cell in line.strip("|").split(" | ")] for line in lines)
     return heading, rows
 
 
@@ -64,18 +64,18 @@ def test_what_was_not_run_is_said(draw, capsys):
 def test_page_and_drawing_are_of_the_runs(draw):
     assert draw() == 0
     _, rows = table(Path("page.md").read_text())
-    assert [each[0] for each in rows] == ["none", "0.1"]
+    assert [row[0] for row in rows] == ["none", "0.1"]
     folder = Path("runs", "grid")
-    of = {}
+    summaries = {}
     for cell in sweep.load(Path("grid.toml")).cells:
-        of[cell.values[FAMILY]["kind"]] = Run(folder / cell.name).read_document(SUMMARY)
+        summaries[cell.values[FAMILY]["kind"]] = Run(folder / cell.name).read_document(SUMMARY)
     assert rows[0][1].startswith("100 [")
     assert rows[0][5:] == ["-"] * 4
     for row, name in zip(rows, ("none", "attacks"), strict=True):
-        residual = of[name].membership.main("membership")
+        residual = summaries[name].membership.main("membership")
         assert residual.score == "residual"
         assert float(row[3].split()[0]) == pytest.approx(residual.auc.mean, abs=0.005)
-    (bound,) = [each for each in of["canaries"].canary.bounds if each.client == EVERYONE]
+    (bound,) = [bound for bound in summaries["canaries"].canary.bounds if bound.client == EVERYONE]
     assert float(rows[1][5]) == pytest.approx(bound.epsilon, rel=0.01)
     assert float(rows[1][6]) == pytest.approx(bound.gaussian, rel=0.01)
     drawn = Path("page.svg").read_text()
@@ -90,4 +90,7 @@ def test_the_committed_page_is_of_its_file():
     _, rows = table((ROOT / "docs" / "where-each-dies.md").read_text())
     families = [cell.values[FAMILY] for cell in sweep.load(FILE).cells]
     strengths = {family["strength"] for family in families if "strength" in family}
-    assert [each[0] for each in rows] == ["none", *(f"{each:g}" for each in sorted(strengths))]
+    assert [row[0] for row in rows] == [
+        "none",
+        *(f"{strength:g}" for strength in sorted(strengths)),
+    ]
