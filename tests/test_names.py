@@ -9,7 +9,7 @@ import pytest
 pytestmark = pytest.mark.core
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("fedleak", "server", "clients")
+FOLDERS = ("fedleak", "server", "clients", "experiments", "docs", "tests")
 WORDS = {
     *("asked", "each", "found", "got", "has", "it", "least", "of", "one", "ones", "said", "such"),
     *("that", "them", "these", "they", "this", "those", "told", "what", "whose"),

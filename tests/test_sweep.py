@@ -40,6 +40,8 @@ from fedleak.store.summaries import (
     Baseline,
     CellSummary,
     Estimate,
+    MembershipFigures,
+    MembershipSummary,
     SweepSummary,
 )
 from fedleak.util import processes
@@ -883,6 +885,27 @@ def test_the_table_has_utility_epsilon_and_beside_it_the_noise_multiplier():
     assert list(first_line)[:3] == ["seed", "perplexity", "attack"]
     assert first_line["perplexity"] == "31.3"
     assert list(headings_and_first_line(collected({"seed": [0]})))[:2] == ["seed", "attack"]
+
+
+def test_the_table_has_the_areas_of_the_main_and_of_the_calibrated_score():
+    def told(i: int, cell: CellSummary) -> CellSummary:
+        figures = tuple(
+            MembershipFigures.model_construct(attack="dager", score=score, auc=interval(area))
+            for score, area in [("residual", 0.875), ("calibrated", 0.5)][: i + 1]
+        )
+        membership = MembershipSummary(confidence=0.95, delta=1e-5, figures=())
+        return changed(cell, membership=changed(membership, figures=figures))
+
+    without = collected({"seed": [0, 1]})
+    assert "who was in, AUC" not in headings_and_first_line(without)
+    main_only = changed(without, cells=with_cells(without, told).cells[:1])
+    assert "AUC, calibrated" not in headings_and_first_line(main_only)
+    table = attacks_table(with_cells(without, told))
+    first, second = ([cell.text for cell in table.rows[i]] for i in (0, 2))
+    headings = [column.heading for column in table.columns]
+    main, calibrated = headings.index("who was in, AUC"), headings.index("AUC, calibrated")
+    assert [line[main][:4] for line in (first, second)] == ["0.88", "0.88"]
+    assert (first[calibrated], second[calibrated][:4]) == ("-", "0.50")
 
 
 def test_the_table_fits_a_terminal_of_eighty_columns():

@@ -72,7 +72,7 @@ def test_page_and_drawing_are_of_the_runs(draw):
     assert rows[0][1].startswith("100 [")
     assert rows[0][5:] == ["-"] * 4
     for row, name in zip(rows, ("none", "attacks"), strict=True):
-        residual = summaries[name].membership.main("membership")
+        residual = summaries[name].membership.figures_of("membership")
         assert residual.score == "residual"
         assert float(row[3].split()[0]) == pytest.approx(residual.auc.mean, abs=0.005)
     (bound,) = [bound for bound in summaries["canaries"].canary.bounds if bound.client == EVERYONE]
