@@ -32,28 +32,30 @@ def with_tensors(seen, change):
 def counted(model, truth):
     """The batch as members: how often each sequence is in it, with each label."""
     batch = len(truth.sequences)
-    found = {}
+    counts_by_ids = {}
     for ids, label in zip(truth.sequences, truth.labels, strict=True):
-        counts = found.setdefault(tuple(ids), [0] * model.num_labels)
+        counts = counts_by_ids.setdefault(tuple(ids), [0] * model.num_labels)
         counts[label] += 1
-    return [Member(ids, sum(counts) / batch, tuple(counts)) for ids, counts in found.items()]
+    return [
+        Member(ids, sum(counts) / batch, tuple(counts)) for ids, counts in counts_by_ids.items()
+    ]
 
 
 def weighed(truth):
     """The batch of a next-token training as members: the last target is left out of the ids."""
-    total = sum(len(one) - 1 for one in truth.sequences)
-    unique = sorted({tuple(one) for one in truth.sequences})
+    total = sum(len(ids) - 1 for ids in truth.sequences)
+    unique = sorted({tuple(ids) for ids in truth.sequences})
     return [
-        Member(one[:-1], truth.sequences.count(one) * (len(one) - 1) / total, None)
-        for one in unique
+        Member(ids[:-1], truth.sequences.count(ids) * (len(ids) - 1) / total, None)
+        for ids in unique
     ]
 
 
-def assert_equal_gradients(found, expected):
+def assert_equal_gradients(actual, expected):
     size = max(float(g.norm()) for g in expected.values())
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     for name, gradient in expected.items():
-        torch.testing.assert_close(found[name] / size, gradient / size, atol=2e-5, rtol=0)
+        torch.testing.assert_close(actual[name] / size, gradient / size, atol=2e-5, rtol=0)
 
 
 # --- units ------------------------------------------------------------------------------------
@@ -73,11 +75,11 @@ def test_units_weighed_by_the_pull_on_their_logits_add_up_to_the_gradient(
     logits.requires_grad_()
     model.class_loss(logits, torch.tensor(truth.labels)).backward()
     total = dict.fromkeys(names, 0.0)
-    for one, ids, z_C, kappa_C in zip(units, truth.sequences, logits, logits.grad, strict=True):
-        assert one.ids == tuple(ids)
-        torch.testing.assert_close(one.logits_C, z_C.detach())
-        assert not one.logits_C.requires_grad
-        for kappa, gradient in zip(kappa_C, one.gradients, strict=True):
+    for unit, ids, z_C, kappa_C in zip(units, truth.sequences, logits, logits.grad, strict=True):
+        assert unit.ids == tuple(ids)
+        torch.testing.assert_close(unit.logits_C, z_C.detach())
+        assert not unit.logits_C.requires_grad
+        for kappa, gradient in zip(kappa_C, unit.gradients, strict=True):
             total = {name: total[name] + kappa * gradient[name] for name in names}
     assert_equal_gradients(total, dict(truth.seen.update.tensors))
 
@@ -87,10 +89,10 @@ def test_units_of_next_tokens_are_each_sequence_s_summed_loss(small, observe, fa
     model = small(family, CAUSAL_LM, width=48)
     truth = observe(model, TEXTS)
     names = sorted(truth.seen.update.tensors)
-    units = certificate.units(model, [one[:-1] for one in truth.sequences], names)
-    targets = sum(len(one) - 1 for one in truth.sequences)
-    total = {name: sum(one.gradients[0][name] for one in units) / targets for name in names}
-    assert all(one.logits_C is None and len(one.gradients) == 1 for one in units)
+    units = certificate.units(model, [ids[:-1] for ids in truth.sequences], names)
+    targets = sum(len(ids) - 1 for ids in truth.sequences)
+    total = {name: sum(unit.gradients[0][name] for unit in units) / targets for name in names}
+    assert all(unit.logits_C is None and len(unit.gradients) == 1 for unit in units)
     assert_equal_gradients(total, dict(truth.seen.update.tensors))
 
 
@@ -129,15 +131,15 @@ def test_kappa_tells_how_often_a_sequence_occurs_with_each_label(small, loss, co
     unit = Units((1, 2), logits, [])
     kappa = pulled(loss, logits, counts, batch)
     noise = 1e-5 * torch.randn(len(counts), generator=rng) / batch
-    found = certificate.member(model, unit, kappa + noise, batch)
+    member = certificate.member(model, unit, kappa + noise, batch)
     # With few enough occurrences nothing else can explain it; else something smaller might.
-    assert found is not None
-    explained = pulled(loss, logits, found.counts, batch)
+    assert member is not None
+    explained = pulled(loss, logits, member.counts, batch)
     assert (explained - kappa).abs().max() * batch < 4 * certificate.WHOLE
-    assert sum(found.counts) <= sum(counts)
-    assert found.weight == pytest.approx(sum(found.counts) / batch)
+    assert sum(member.counts) <= sum(counts)
+    assert member.weight == pytest.approx(sum(member.counts) / batch)
     if sum(counts) <= 4:
-        assert found == Member((1, 2), pytest.approx(sum(counts) / batch), tuple(counts))
+        assert member == Member((1, 2), pytest.approx(sum(counts) / batch), tuple(counts))
 
 
 @pytest.mark.parametrize("loss", sorted(CLASS_LOSSES))
@@ -183,16 +185,16 @@ def test_the_batch_is_explained_with_labels_and_multiplicities(
     truth = observe(model, texts, labels)
     expected = counted(model, truth)
     with torch.no_grad():
-        found = certificate.explain(
-            model, [one.ids for one in expected][::-1], truth.seen, Clock(None)
+        members = certificate.explain(
+            model, [member.ids for member in expected][::-1], truth.seen, Clock(None)
         )
-        verdict = certificate.verify(model, found, truth.seen)
-    assert sorted((one.ids, one.counts) for one in found) == sorted(
-        (one.ids, one.counts) for one in expected
+        verdict = certificate.verify(model, members, truth.seen)
+    assert sorted((member.ids, member.counts) for member in members) == sorted(
+        (member.ids, member.counts) for member in expected
     )
     assert verdict.verified
     assert verdict.difference < PRECISION
-    assert verdict.repeats == {one.ids: sum(one.counts) for one in expected}
+    assert verdict.repeats == {member.ids: sum(member.counts) for member in expected}
 
 
 @pytest.mark.parametrize(("family", "task"), KINDS)
@@ -201,20 +203,20 @@ def test_a_sequence_that_is_not_in_the_batch_is_left_out(small, observe, family,
     truth = observe(model, TEXTS[:2])
     (stranger,) = model.encode(TEXTS[2:])
     sequences = [*map(tuple, truth.sequences), tuple(stranger)]
-    found = certificate.explain(model, sequences, truth.seen, ENDLESS)
-    assert {one.ids for one in found} == set(map(tuple, truth.sequences))
-    assert certificate.verify(model, found, truth.seen).verified
+    members = certificate.explain(model, sequences, truth.seen, ENDLESS)
+    assert {member.ids for member in members} == set(map(tuple, truth.sequences))
+    assert certificate.verify(model, members, truth.seen).verified
 
 
 @pytest.mark.parametrize(("family", "task"), KINDS)
 def test_without_one_of_its_sequences_a_batch_is_not_explained(small, observe, family, task):
     model = small(family, task, width=48)
     truth = observe(model, TEXTS)
-    found = certificate.explain(
-        model, [tuple(one) for one in truth.sequences[1:]], truth.seen, Clock(None)
+    members = certificate.explain(
+        model, [tuple(ids) for ids in truth.sequences[1:]], truth.seen, Clock(None)
     )
-    assert found == []
-    assert certificate.verify(model, found, truth.seen) == certificate.Verdict({}, None, False)
+    assert members == []
+    assert certificate.verify(model, members, truth.seen) == certificate.Verdict({}, None, False)
 
 
 @pytest.mark.parametrize("family", CAUSAL)
@@ -224,12 +226,12 @@ def test_a_sequence_that_begins_another_is_found(small, observe, family, loss):
     texts = ["nobody knows that it is over", "nobody knows", "he pays", "nobody knows"]
     truth = observe(model, texts, [0, 1, 2, 1])
     longer = [tuple(model.encode([text])[0]) for text in (texts[0], texts[2])]
-    found = certificate.explain(model, longer, truth.seen, ENDLESS)
+    members = certificate.explain(model, longer, truth.seen, ENDLESS)
     expected = counted(model, truth)
-    assert sorted((one.ids, one.counts) for one in found) == sorted(
-        (one.ids, one.counts) for one in expected
+    assert sorted((member.ids, member.counts) for member in members) == sorted(
+        (member.ids, member.counts) for member in expected
     )
-    assert certificate.verify(model, found, truth.seen).verified
+    assert certificate.verify(model, members, truth.seen).verified
 
 
 @pytest.mark.parametrize("family", CAUSAL)
@@ -249,15 +251,16 @@ def test_a_batch_of_next_token_training_is_explained(small, observe, family, tex
     model = small(family, CAUSAL_LM, width=48)
     truth = observe(model, texts)
     expected = weighed(truth)
-    found = certificate.explain(model, [one.ids for one in expected], truth.seen, ENDLESS)
-    assert {one.ids: pytest.approx(one.weight, rel=1e-3) for one in expected} == {
-        one.ids: one.weight for one in found
+    members = certificate.explain(model, [member.ids for member in expected], truth.seen, ENDLESS)
+    assert {member.ids: pytest.approx(member.weight, rel=1e-3) for member in expected} == {
+        member.ids: member.weight for member in members
     }
-    verdict = certificate.verify(model, found, truth.seen)
+    verdict = certificate.verify(model, members, truth.seen)
     assert verdict.verified
     # The mean loss of a batch is that of the same batch twice, but its size was reported.
     assert verdict.repeats == {
-        one.ids: truth.sequences.count((*one.ids, model.tokenizer.eos_token_id)) for one in expected
+        member.ids: truth.sequences.count((*member.ids, model.tokenizer.eos_token_id))
+        for member in expected
     }
 
 
@@ -271,9 +274,9 @@ def test_sequences_in_parts_are_explained_alike_and_not_at_all_when_time_is_up(
     monkeypatch.setattr(certificate, "TOKENS_AT_ONCE", 1)
     for ticks, members in ((2, []), (3, whole)):
         work = ticking(certificate, ticks, (certificate, "units"))
-        found = certificate.explain(model, sequences, truth.seen, work.clock)
-        assert [(one.ids, one.counts) for one in found] == [
-            (one.ids, one.counts) for one in members
+        explained = certificate.explain(model, sequences, truth.seen, work.clock)
+        assert [(member.ids, member.counts) for member in explained] == [
+            (member.ids, member.counts) for member in members
         ]
         assert (work.before, work.after) == (ticks, 0)
 
@@ -358,8 +361,8 @@ def test_a_claim_of_a_proof_stands_on_the_tokens_of_the_whole_batch_alone(
         "none": [],
         "an empty one": [(), *rest],
     }
-    for what, sequences in wrong.items():
-        assert not certificate.proves(model, sequences, truth.seen), what
+    for case, sequences in wrong.items():
+        assert not certificate.proves(model, sequences, truth.seen), case
     for blurred in ({"local_steps": 2}, {"dropout": True}, {"recipe": Recipe(optimiser="adam")}):
         seen = replace(truth.seen, knowledge=Knowledge(learning_rate=0.1, **blurred))
         assert not certificate.proves(model, right, seen), blurred
@@ -454,11 +457,11 @@ def test_one_factor_on_all_of_an_update_is_solved_for(small, observe, family, ta
     truth = observe(model, (*TEXTS, TEXTS[0]), [0, 2, 1, 0])
     seen = times(truth.seen, factor)
     right = counted(model, truth) if task == CLASSIFICATION else weighed(truth)
-    found = certificate.explain(model, [one.ids for one in right], seen, ENDLESS)
-    assert sorted((one.ids, one.counts) for one in found) == sorted(
-        (one.ids, one.counts) for one in right
+    members = certificate.explain(model, [member.ids for member in right], seen, ENDLESS)
+    assert sorted((member.ids, member.counts) for member in members) == sorted(
+        (member.ids, member.counts) for member in right
     )
-    verdict = certificate.verify(model, found, seen)
+    verdict = certificate.verify(model, members, seen)
     assert verdict.verified
     assert verdict.scale == pytest.approx(factor, rel=1e-4)
     assert sum(verdict.repeats.values()) == 4
@@ -485,7 +488,11 @@ def test_a_direction_alone_tells_each_token_of_one_text(small, observe, task, pa
                 ids[place] = int(torch.randint(len(model.tokenizer), (), generator=rng))
             (unit,) = certificate.units(model, [tuple(ids[:-1])], list(shared.tensors))
             system = torch.stack(
-                [torch.cat([g.flatten() for g in one.values()]) for one in unit.gradients], 1
+                [
+                    torch.cat([g.flatten() for g in gradients.values()])
+                    for gradients in unit.gradients
+                ],
+                1,
             )
             if task == CLASSIFICATION:
                 assert model.num_labels == 3  # any kappa at all, which is more than any label
@@ -510,7 +517,7 @@ def test_some_sequences_of_a_batch_tell_the_scale_of_all(small, observe, loss):
     unique = list(dict.fromkeys(truth.sequences))
     names = ["classifier.weight", "classifier.bias"]
     units = certificate.units(model, unique, names)
-    flat = [torch.cat([g[n].flatten() for n in names]) for one in units for g in one.gradients]
+    flat = [torch.cat([g[n].flatten() for n in names]) for unit in units for g in unit.gradients]
     target = torch.cat([truth.seen.update.tensors[n].flatten() for n in names])
     kappa = torch.linalg.lstsq(torch.stack(flat, 1).double(), target[:, None].double()).solution
     for factor in (1.0, 0.21, 4.0):
@@ -518,10 +525,10 @@ def test_some_sequences_of_a_batch_tell_the_scale_of_all(small, observe, loss):
             certificate.Pull(unit, factor * kappa_C)
             for unit, kappa_C in zip(units, kappa[:, 0].split(3), strict=True)
         ][1:]
-        found = certificate.counted(model, pulls, 4, whole=False)
-        assert found.scale == pytest.approx(factor, rel=1e-3)
-        expected = {one.ids: one.counts for one in counted(model, truth)}
-        assert [one.counts for one in found.of_pulls] == [expected[ids] for ids in unique[1:]]
+        tally = certificate.counted(model, pulls, 4, whole=False)
+        assert tally.scale == pytest.approx(factor, rel=1e-3)
+        expected = {member.ids: member.counts for member in counted(model, truth)}
+        assert [member.counts for member in tally.of_pulls] == [expected[ids] for ids in unique[1:]]
     assert certificate.counted(model, pulls, 4, whole=True).scale == 1, "they are not the batch"
 
 
@@ -545,20 +552,20 @@ def test_a_delta_of_one_step_is_the_gradient_times_minus_the_learning_rate(
     model = small("bert", width=48)
     gradient = certificate.as_gradient(observe(model, 2).seen)
     sent = observe(model, 2, kind=UpdateKind.DELTA, learning_rate=learning_rate).seen
-    found = certificate.as_gradient(sent)
-    assert found.keys() == gradient.keys()
-    for name, one in gradient.items():
-        torch.testing.assert_close(found[name], one, atol=1e-5 / learning_rate, rtol=1e-4)
+    from_delta = certificate.as_gradient(sent)
+    assert from_delta.keys() == gradient.keys()
+    for name, tensor in gradient.items():
+        torch.testing.assert_close(from_delta[name], tensor, atol=1e-5 / learning_rate, rtol=1e-4)
     unknown = replace(sent, knowledge=Knowledge())
-    for name, one in certificate.as_gradient(unknown).items():
-        assert torch.equal(one, -sent.update.tensors[name])
+    for name, tensor in certificate.as_gradient(unknown).items():
+        assert torch.equal(tensor, -sent.update.tensors[name])
 
 
 def test_a_gradient_is_read_in_float32_as_it_is(small, observe):
     seen = with_tensors(observe(small("bert"), 1).seen, lambda g: g.to(torch.bfloat16))
-    for name, one in certificate.as_gradient(seen).items():
-        assert one.dtype == torch.float32
-        assert torch.equal(one, seen.update.tensors[name].float())
+    for name, tensor in certificate.as_gradient(seen).items():
+        assert tensor.dtype == torch.float32
+        assert torch.equal(tensor, seen.update.tensors[name].float())
 
 
 @pytest.mark.parametrize(

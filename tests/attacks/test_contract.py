@@ -166,7 +166,7 @@ def run(attack, seen, model):
         assert answer.tokens is None
         assert not answer.verified
         return answer
-    ids = [*(answer.tokens or ()), *(t for one in answer.sequences or () for t in one)]
+    ids = [*(answer.tokens or ()), *(t for sequence in answer.sequences or () for t in sequence)]
     assert all(type(t) is int and 0 <= t < len(model.tokenizer) for t in ids)
     assert len(answer.evidence) == len(answer.sequences or ())
     assert len(answer.margins) in (0, len(answer.evidence))
@@ -174,7 +174,7 @@ def run(attack, seen, model):
     if answer.verified:
         assert len(answer.sequences) == seen.update.num_examples
         assert certificate.proves(model, answer.sequences, seen), "a worker would not believe it"
-    assert all(1 <= len(one) <= model.max_length for one in answer.sequences or ())
+    assert all(1 <= len(sequence) <= model.max_length for sequence in answer.sequences or ())
     assert sorted(answer.evidence) == list(answer.evidence)
     assert list(answer.tokens or ()) == sorted(set(answer.tokens or ()))
     assert answer.facts.keys() <= {"longest_sequence", "label_counts"}
@@ -224,9 +224,9 @@ def test_together_each_is_answered_as_alone(small, observe, texts, who, built):
     seen = [granting(truth.seen, truth, facts) for truth in truths]
     if (obstacle := attack.obstacle(AttackSetting.of(seen[0], model))) is not None:
         pytest.skip(obstacle)
-    told = []
+    reports = []
     rngs = [stream(0, "attack", i) for i in range(2)]
-    together = attack.many(seen, model, rngs=rngs, report=lambda *what: told.append(what))
+    together = attack.many(seen, model, rngs=rngs, report=lambda *report: reports.append(report))
     assert len(together) == 2
     for i, answer in enumerate(together):
         alone = attack(seen[i], model, rng=stream(0, "attack", i))
@@ -235,11 +235,11 @@ def test_together_each_is_answered_as_alone(small, observe, texts, who, built):
         assert sorted(answer.sequences or ()) == sorted(alone.sequences or ())
         assert answer.tokens == alone.tokens
         assert answer.evidence == pytest.approx(alone.evidence, rel=1e-3, abs=1e-5)
-    for which, progress in told:
+    for which, progress in reports:
         assert which in (0, 1)
         assert isinstance(progress, Progress)
         assert 0 <= progress.step <= progress.steps
-        assert [type(each) for each in progress] == [int, int, float, str, str]
+        assert [type(field_value) for field_value in progress] == [int, int, float, str, str]
 
 
 @pytest.mark.core
@@ -264,8 +264,8 @@ def test_facts_that_it_does_not_use_change_nothing(small, observe, kind, built):
     attack, model = quick(kind), small(*built, width=32)
     truth = observe(model, 2, max_length=6)
     unused = [fact for fact in GRANTED if fact not in attack.uses]
-    told = run(attack, granting(truth.seen, truth, unused), model)
-    assert_same(told, run(attack, truth.seen, model))
+    answer = run(attack, granting(truth.seen, truth, unused), model)
+    assert_same(answer, run(attack, truth.seen, model))
 
 
 @over(("kind", "part", "built"), [*meeting(ALL, PARTS, MODELS), *KEPT])
@@ -422,12 +422,12 @@ def score(answer, truth, model):
     """How right all that an answer says is, from 0 to 1; nothing said is 0."""
     parts = []
     if answer.sequences is not None:
-        found, real = Counter(answer.sequences), Counter(truth.sequences)
-        parts.append((found & real).total() / max(found.total(), real.total()))
+        claimed, real = Counter(answer.sequences), Counter(truth.sequences)
+        parts.append((claimed & real).total() / max(claimed.total(), real.total()))
     if answer.tokens is not None:
-        found = set(answer.tokens) - model.special_ids()
-        real = {token for one in truth.sequences for token in one} - model.special_ids()
-        parts.append(len(found & real) / len(found | real))
+        claimed = set(answer.tokens) - model.special_ids()
+        real = {token for ids in truth.sequences for token in ids} - model.special_ids()
+        parts.append(len(claimed & real) / len(claimed | real))
     facts = {
         "longest_sequence": max(map(len, truth.sequences)),
         "label_counts": [truth.labels.count(label) for label in range(model.num_labels)],
@@ -470,11 +470,13 @@ def check_that_it_finds(attack, easy, small, observe):
         seen = replace(truth.seen, update=update)
         return score(run(attack, seen, model), truth, model)
 
-    found = answer(truth.seen.update)
-    assert found == 1.0, f"its answer to an easy update is not right: {found:.2f}"
+    own_score = answer(truth.seen.update)
+    assert own_score == 1.0, f"its answer to an easy update is not right: {own_score:.2f}"
     for placebo in (others.seen.update, shuffled(truth.seen.update)):
         by_chance = answer(placebo)
-        assert by_chance <= found - BEATS_BY, f"no better than without the update: {by_chance:.2f}"
+        assert by_chance <= own_score - BEATS_BY, (
+            f"no better than without the update: {by_chance:.2f}"
+        )
 
 
 @pytest.mark.parametrize(
@@ -503,11 +505,11 @@ def test_an_easy_batch_is_found_and_in_the_update_alone(kind, small, observe):
 )
 def test_a_loss_on_responses_is_read_as_well_or_named_as_an_obstacle(kind, family, small, observe):
     whole = small(family, CAUSAL_LM, layers=3, width=48)
-    (that,) = whole.tokenizer.encode(" that", add_special_tokens=False)
+    (template_id,) = whole.tokenizer.encode(" that", add_special_tokens=False)
     attack, mode = attacks.kinds()[kind](**QUICK.get(kind, {})), EASY.get(kind, Easy()).server_mode
     texts = ["she told us that nobody knows it", "my old friends say that he pays"]
-    found = []
-    for model in (replace(whole, response_template=(that,)), whole):
+    outcomes = []
+    for model in (replace(whole, response_template=(template_id,)), whole):
         if mode is not None:
             public = observe(model, 1).candidates.public
             made = server_modes.kinds()[mode]().broadcast(
@@ -522,9 +524,9 @@ def test_a_loss_on_responses_is_read_as_well_or_named_as_an_obstacle(kind, famil
             assert named or attack.obstacle(AttackSetting.of(truth.seen, whole)) == obstacle
             return
         answer = run(attack, truth.seen, model)
-        found.append((score(answer, truth, model), answer.verified))
-    assert found[0] == found[1]
-    assert found[0][0] >= 0.5  # all words, or all texts
+        outcomes.append((score(answer, truth, model), answer.verified))
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0][0] >= 0.5  # all words, or all texts
 
 
 @dataclass(frozen=True)
@@ -580,7 +582,7 @@ def test_an_attack_that_has_the_batch_from_elsewhere_is_refused(small, observe, 
     truth = observe(model, easy.texts)
     private = {
         "sequences": tuple(truth.sequences),
-        "tokens": tuple(sorted({token for one in truth.sequences for token in one})),
+        "tokens": tuple(sorted({token for ids in truth.sequences for token in ids})),
         "facts": {"label_counts": [1, 1, 0]},
     }
     with pytest.raises(AssertionError, match=r"without the update: 1\.00"):

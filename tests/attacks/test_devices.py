@@ -72,13 +72,15 @@ class Elsewhere(Tensor):
 
 def _run(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """Runs an operation in ordinary memory, if all that it takes is on one device."""
-    tensors = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, Tensor)]
-    there = [one for one in tensors if isinstance(one, Elsewhere)]
-    here = [one for one in tensors if not isinstance(one, Elsewhere)]
-    assert not any(one.is_meta for one in here), f"{func} on a tensor that this test cannot follow"
-    mixed = there and any(one.dim() for one in here) and func not in _COPYING
+    tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+    there = [tensor for tensor in tensors if isinstance(tensor, Elsewhere)]
+    here = [tensor for tensor in tensors if not isinstance(tensor, Elsewhere)]
+    assert not any(tensor.is_meta for tensor in here), (
+        f"{func} on a tensor that this test cannot follow"
+    )
+    mixed = there and any(tensor.dim() for tensor in here) and func not in _COPYING
     if mixed and not (func in _INDEXING and isinstance(args[0], Elsewhere)):
-        raise RuntimeError(f"{func} mixes devices: {[tuple(one.shape) for one in tensors]}")
+        raise RuntimeError(f"{func} mixes devices: {[tuple(tensor.shape) for tensor in tensors]}")
     goes_there = bool(there)
     if func is _aten.copy_.default:
         goes_there = isinstance(args[0], Elsewhere)
@@ -88,12 +90,12 @@ def _run(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     if goes_there and kwargs.get("generator") is not None:
         raise RuntimeError(f"{func} draws elsewhere with a generator of the CPU")
     own_args, own_kwargs = tree_map(
-        lambda one: one.here if isinstance(one, Elsewhere) else one, (args, dict(kwargs))
+        lambda leaf: leaf.here if isinstance(leaf, Elsewhere) else leaf, (args, dict(kwargs))
     )
     out = func(*own_args, **own_kwargs)
     if not goes_there:
         return out
-    out = tree_map(lambda one: Elsewhere(one) if isinstance(one, Tensor) else one, out)
+    out = tree_map(lambda leaf: Elsewhere(leaf) if isinstance(leaf, Tensor) else leaf, out)
     return return_and_correct_aliasing(func, args, kwargs, out)
 
 
@@ -117,10 +119,10 @@ class _Lists(TorchFunctionMode):
         if func in (Tensor.__getitem__, Tensor.__setitem__):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             index = tuple(
-                torch.tensor(one, dtype=None if one else torch.long)
-                if isinstance(one, list)
-                else one
-                for one in index
+                torch.tensor(part, dtype=None if part else torch.long)
+                if isinstance(part, list)
+                else part
+                for part in index
             )
             args = (args[0], index, *args[2:])
         return func(*args, **kwargs)

@@ -82,7 +82,9 @@ def test_the_published_attacks_run_on_a_gpu(small, observe, attack) -> None:
 def test_a_prior_finds_texts_as_likely_on_a_gpu(small, texts) -> None:
     model = small("gpt2", CAUSAL_LM)
     on_gpu = replace(model, module=copy.deepcopy(model.module).to("cuda"))
-    here, there = (prior.load("builtin/gpt2-tiny", one) for one in (model, on_gpu))
+    here, there = (
+        prior.load("builtin/gpt2-tiny", placed_model) for placed_model in (model, on_gpu)
+    )
     ids_NT, mask_NT = pad(model.encode(texts[:8]), 0, torch.device("cpu"))
     found_N = there.nll(ids_NT.to("cuda"), mask_NT.to("cuda"))
     torch.testing.assert_close(found_N.cpu(), here.nll(ids_NT, mask_NT), rtol=1e-4, atol=1e-4)

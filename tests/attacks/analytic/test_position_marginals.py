@@ -144,15 +144,15 @@ def test_it_is_what_a_dense_search_over_all_words_finds(small, observe):
     smallest = float(torch.linalg.svdvals(place_TD)[-1])
     own = float((word_VD - whole_VT @ place_TD).norm(dim=1).max())
     assert solution.excess == pytest.approx(own / smallest, rel=1e-3)
-    least = float("inf")
+    lowest_residual = float("inf")
     for place, token in enumerate(solution.ids):
         # Moving the place to another word leaves its whole row there.
         rows_VD = word_VD - whole_VT @ place_TD
         lost = (rows_VD[token] + place_TD[place]).norm()
         gained = (rows_VD - place_TD[place]).norm(dim=1)
         gained[token] = float("inf")
-        least = min(least, max(float(lost), float(gained.min())))
-    assert least >= smallest - own
+        lowest_residual = min(lowest_residual, max(float(lost), float(gained.min())))
+    assert lowest_residual >= smallest - own
 
 
 def test_the_tied_tables_of_gpt2_need_the_span_to_be_projected_out(small, observe):
@@ -182,8 +182,8 @@ def test_a_batch_has_each_word_that_occurs_once_at_its_place(small, observe, tex
     fed = truth.sequences if task == CLASSIFICATION else [ids[:-1] for ids in truth.sequences]
     every = [token for ids in fed for token in ids]
     once = {(q, v) for ids in fed for q, v in enumerate(ids) if every.count(v) == 1}
-    found = [placed(table) for table in marginals(*embeddings(truth.seen, model), model.tied)]
-    best = min(filter(None, found), key=lambda places: places.ambiguity())
+    placements = [placed(table) for table in marginals(*embeddings(truth.seen, model), model.tied)]
+    best = min(filter(None, placements), key=lambda places: places.ambiguity())
     pairs = {(q, int(best.words_M[m])) for q, m in (best.table_TM > 0.5).nonzero().tolist()}
     assert len(once) > 8
     assert once <= pairs

@@ -35,7 +35,7 @@ def test_tokens_and_the_longest_sequence_are_exact(
     model = small(family, task)
     truth = observe(model, batch, kind=kind, dropout=dropout)
     answer = probe(model, truth.seen)
-    tokens = {token for one in truth.sequences for token in one}
+    tokens = {token for ids in truth.sequences for token in ids}
     longest = max(map(len, truth.sequences))
     if task != CAUSAL_LM:  # else tied to the output layer, so that every row moves
         assert set(answer.tokens) == tokens
@@ -49,7 +49,7 @@ def test_used_tokens_stand_out_where_the_output_layer_moves_every_row(
 ):
     truth = observe(gpt2_tiny, texts[30 : 30 + batch])
     answer = probe(gpt2_tiny, truth.seen)
-    assert set(answer.tokens) == {token for one in truth.sequences for token in one}
+    assert set(answer.tokens) == {token for ids in truth.sequences for token in ids}
     assert answer.diagnostics["token_gap"] > 3
 
 
@@ -126,7 +126,7 @@ def test_rotary_positions_tell_no_length(small, observe, batch):
     model = small("llama")
     truth = observe(model, batch)
     answer = probe(model, truth.seen)
-    assert set(answer.tokens) == {token for one in truth.sequences for token in one}
+    assert set(answer.tokens) == {token for ids in truth.sequences for token in ids}
     assert "longest_sequence" not in answer.facts
 
 
@@ -134,8 +134,8 @@ def test_rotary_positions_tell_no_length(small, observe, batch):
 def test_the_budget_is_the_rank_used_and_the_rank_there_is(small, observe, family, task):
     model = small(family, task, width=48)
     truth = observe(model, 2, max_length=7)
-    counted = [one[:-1] if task == CAUSAL_LM else one for one in truth.sequences]
-    pairs = {pair for one in counted for pair in enumerate(one)}
+    counted = [ids[:-1] if task == CAUSAL_LM else ids for ids in truth.sequences]
+    pairs = {pair for ids in counted for pair in enumerate(ids)}
     assert probe(model, truth.seen).diagnostics["budget"] == [len(pairs), 48]
     many = observe(model, 4)
     assert probe(model, many.seen).diagnostics["budget"] == [None, 48]

@@ -61,8 +61,8 @@ def really_once(parts, truth):
     """The numbers of the words that do occur once, and where the table says."""
     times = Counter(token for ids in truth.sequences for token in ids)
     pairs = {pair for ids in truth.sequences for pair in enumerate(ids) if times[pair[1]] == 1}
-    said = zip(parts.equations.place_N.tolist(), parts.equations.ids_N.tolist(), strict=True)
-    return [number for number, pair in enumerate(said) if pair in pairs]
+    table_pairs = zip(parts.equations.place_N.tolist(), parts.equations.ids_N.tolist(), strict=True)
+    return [number for number, pair in enumerate(table_pairs) if pair in pairs]
 
 
 def all_of(parts, number):

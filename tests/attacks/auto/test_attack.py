@@ -39,7 +39,7 @@ def ask(attack, seen, model):
 
 
 @pytest.fixture
-def asked(monkeypatch):
+def notes_and_plants(monkeypatch):
     """Notes who is asked, with what is left and which clues; answers may be planted by kind.
 
     Without `query_gradients` and, of several texts, `maximum_likelihood`: either reads all of these
@@ -82,11 +82,11 @@ NOTHING = Reading(Reconstruction.none(Status.ABSTAINED, "read nothing"), ())
         (("llama", CAUSAL_LM), ["dager"]),
     ],
 )
-def test_nobody_is_asked_after_a_proof(small, observe, asked, built, kinds):
+def test_nobody_is_asked_after_a_proof(small, observe, notes_and_plants, built, kinds):
     model = small(*built, layers=3, width=48)
     truth = observe(model, TEXTS[:2])
     answer = ask(Auto(), truth.seen, model)
-    assert [attack.kind for attack, _, _ in asked[0]] == kinds
+    assert [attack.kind for attack, _, _ in notes_and_plants[0]] == kinds
     assert answer.verified
     assert sorted(answer.sequences) == sorted(truth.sequences)
     assert answer.diagnostics["from"] == kinds * 2
@@ -113,23 +113,25 @@ def test_states_are_pursued_where_no_gradient_of_a_whole_weight_is_seen(small, o
 @pytest.mark.parametrize(
     ("factor", "remark"), [(0.3, "a clipped one: it is 0.3 times"), (2, "a sum over 2, not a mean")]
 )
-def test_a_clipped_or_summed_update_is_proved_as_soon(small, observe, asked, factor, remark):
+def test_a_clipped_or_summed_update_is_proved_as_soon(
+    small, observe, notes_and_plants, factor, remark
+):
     model = small("bert", layers=3, width=48)
     truth = observe(model, TEXTS[:2])
     tensors = {name: factor * value for name, value in truth.seen.update.tensors.items()}
     seen = replace(truth.seen, update=replace(truth.seen.update, tensors=tensors))
     answer = ask(Auto(), seen, model)
-    assert [attack.kind for attack, _, _ in asked[0]] == ["keyspan"]
+    assert [attack.kind for attack, _, _ in notes_and_plants[0]] == ["keyspan"]
     assert answer.verified
     assert sorted(answer.sequences) == sorted(truth.sequences)
     assert answer.diagnostics["scale"] == pytest.approx(factor, rel=1e-4)
     assert remark in answer.reason
 
 
-def test_what_one_attack_found_is_what_the_next_begins_with(small, observe, asked):
+def test_what_one_attack_found_is_what_the_next_begins_with(small, observe, notes_and_plants):
     model = small("bert", layers=3, width=48)
     truth = observe(model, TEXTS, granted=("labels", "lengths"))
-    notes, planted = asked
+    notes, planted = notes_and_plants
     first, second, third = truth.sequences
     counts = tuple(int(c == truth.labels[0]) for c in range(model.num_labels))
     wrong = (*second[:-2], first[1], second[-1])
@@ -147,30 +149,30 @@ def test_what_one_attack_found_is_what_the_next_begins_with(small, observe, aske
         assert clues.sequences == (wrong,)
     assert answer.verified
     assert sorted(answer.sequences) == sorted(truth.sequences)
-    of = dict(zip(answer.sequences, answer.diagnostics["from"], strict=True))
-    assert of == {first: "keyspan", second: "lamp", third: "lamp"}
+    kind_by_sequence = dict(zip(answer.sequences, answer.diagnostics["from"], strict=True))
+    assert kind_by_sequence == {first: "keyspan", second: "lamp", third: "lamp"}
 
 
-def test_sentences_of_several_attacks_stand_in_one_answer(small, observe, asked):
+def test_sentences_of_several_attacks_stand_in_one_answer(small, observe, notes_and_plants):
     model = small("bert", layers=3, width=48)
     truth = observe(model, TEXTS)
     noisy = GaussianNoise(sigma=0.01)(truth.seen.update, rng=stream(0, "noise"))
     first, second, third = truth.sequences
-    _, planted = asked
+    _, planted = notes_and_plants
     planted["keyspan"] = guess(first, second[::-1], third[::-1])
     planted["dager"] = guess(second, first[::-1])
     planted["lamp"] = guess(third, second[::-1], status=Status.ABSTAINED)
     answer = ask(Auto(), replace(truth.seen, update=noisy), model)
     assert not answer.verified
     assert sorted(answer.sequences) == sorted(truth.sequences)
-    of = dict(zip(answer.sequences, answer.diagnostics["from"], strict=True))
-    assert of == {first: "keyspan", second: "dager", third: "lamp"}
+    kind_by_sequence = dict(zip(answer.sequences, answer.diagnostics["from"], strict=True))
+    assert kind_by_sequence == {first: "keyspan", second: "dager", third: "lamp"}
 
 
-def test_if_nobody_stands_by_anything_it_says_why(small, observe, asked):
+def test_if_nobody_stands_by_anything_it_says_why(small, observe, notes_and_plants):
     model = small("bert", layers=3)
     for kind in ("keyspan", "dager", "lamp"):
-        asked[1][kind] = NOTHING
+        notes_and_plants[1][kind] = NOTHING
     answer = ask(Auto(), observe(model, TEXTS).seen, model)
     assert answer.status == Status.ABSTAINED
     assert answer.reason == "; ".join(
@@ -178,47 +180,49 @@ def test_if_nobody_stands_by_anything_it_says_why(small, observe, asked):
     )
 
 
-def shares_of(model, seen, asked):
+def shares_of(model, seen, notes_and_plants):
     """Returns the share of the time that each attack gets, if none takes any."""
     for kind in ("keyspan", "dager", "lamp"):
-        asked[1][kind] = NOTHING
+        notes_and_plants[1][kind] = NOTHING
     ask(Auto(seconds=1000.0), seen, model)
-    return [attack.seconds / 1000 for attack, _, _ in asked[0]]
+    return [attack.seconds / 1000 for attack, _, _ in notes_and_plants[0]]
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.01])
 @pytest.mark.parametrize("local_steps", [1, 4])
-def test_spans_may_take_most_of_the_time(small, observe, asked, local_steps, noise):
+def test_spans_may_take_most_of_the_time(small, observe, notes_and_plants, local_steps, noise):
     model = small("bert", layers=3, width=48)
     seen = observe(model, TEXTS[:2]).seen
     seen = replace(seen, knowledge=replace(seen.knowledge, local_steps=local_steps))
     noisy = (
         GaussianNoise(sigma=noise)(seen.update, rng=stream(0, "noise")) if noise else seen.update
     )
-    shares = shares_of(model, replace(seen, update=noisy), asked)
+    shares = shares_of(model, replace(seen, update=noisy), notes_and_plants)
     assert shares[:2] == pytest.approx([0.75, 0.75], abs=0.05)
     assert 0.5 <= shares[2] < 1
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_steps_that_give_the_update_again_end_the_search(small, observe, asked, steps):
+def test_steps_that_give_the_update_again_end_the_search(small, observe, notes_and_plants, steps):
     model = small("bert", layers=3, width=48)
     truth = observe(model, TEXTS[:2], kind=UpdateKind.DELTA, learning_rate=1e-3)
     batches = [Batch(truth.sequences, [0, 1])] * steps
     seen = replace(truth.seen, knowledge=replace(truth.seen.knowledge, local_steps=steps))
     tensors = replay.steps_again(model, batches, seen)
     seen = replace(seen, update=replace(seen.update, tensors=tensors))
-    asked[1]["keyspan"] = guess(*truth.sequences)
+    notes_and_plants[1]["keyspan"] = guess(*truth.sequences)
     answer = ask(Auto(), seen, model)
-    assert [attack.kind for attack, _, _ in asked[0]] == ["keyspan"]
+    assert [attack.kind for attack, _, _ in notes_and_plants[0]] == ["keyspan"]
     assert answer.verified
     assert answer.diagnostics["replay_cosine"] == pytest.approx(1)
     # One word changed is no proof, and the others are asked.
     wrong = (*truth.sequences[0][:2], truth.sequences[0][2] + 1, *truth.sequences[0][3:])
-    asked[0].clear()
-    asked[1].update(keyspan=guess(wrong, truth.sequences[1]), dager=NOTHING, lamp=NOTHING)
+    notes_and_plants[0].clear()
+    notes_and_plants[1].update(
+        keyspan=guess(wrong, truth.sequences[1]), dager=NOTHING, lamp=NOTHING
+    )
     assert not ask(Auto(), seen, model).verified
-    assert len(asked[0]) > 1
+    assert len(notes_and_plants[0]) > 1
 
 
 @pytest.mark.parametrize(("most", "seconds"), [(1, 60.0), (8, 10.0)])
@@ -252,20 +256,22 @@ def noisy_of(truth, sigma, granted):
 
 
 @pytest.mark.parametrize("granted", [True, False])
-def test_a_batch_that_leaves_the_known_noise_ends_the_search(small, observe, asked, granted):
+def test_a_batch_that_leaves_the_known_noise_ends_the_search(
+    small, observe, notes_and_plants, granted
+):
     model = small("bert", layers=3, width=48)
     truth = observe(model, TEXTS)
-    asked[1]["keyspan"] = guess(*truth.sequences)
-    asked[1]["dager"] = asked[1]["lamp"] = NOTHING
+    notes_and_plants[1]["keyspan"] = guess(*truth.sequences)
+    notes_and_plants[1]["dager"] = notes_and_plants[1]["lamp"] = NOTHING
     answer = ask(Auto(), noisy_of(truth, 1e-3, granted), model)
-    assert len(asked[0]) == (1 if granted else 3)
+    assert len(notes_and_plants[0]) == (1 if granted else 3)
     assert sorted(answer.sequences) == sorted(truth.sequences)
     assert not answer.verified
     assert answer.reason.startswith("nothing proved")
 
 
 def test_each_text_says_whether_it_explains_more_than_random_texts(
-    small, observe, asked, monkeypatch
+    small, observe, notes_and_plants, monkeypatch
 ):
     model = small("bert", layers=3, width=48)
     truth = observe(model, TEXTS)
@@ -274,22 +280,24 @@ def test_each_text_says_whether_it_explains_more_than_random_texts(
     wrong = [placebo(model, ids, draws) for ids in others]
     seen = noisy_of(truth, 1e-2, granted=False)
     for kind in ("keyspan", "dager"):
-        asked[1][kind] = NOTHING
-    asked[1]["lamp"] = guess(first, *wrong)
-    monkeypatch.setattr(auto, "sharpened", lambda model, batch, *_: [one.ids for one in batch])
+        notes_and_plants[1][kind] = NOTHING
+    notes_and_plants[1]["lamp"] = guess(first, *wrong)
+    monkeypatch.setattr(
+        auto, "sharpened", lambda model, batch, *_: [labelled.ids for labelled in batch]
+    )
     answer = ask(Auto(), seen, model)
-    said = dict(zip(answer.sequences, answer.diagnostics["likely"], strict=True))
-    assert said[first]
-    assert [said[ids] for ids in wrong if ids in said] == [False] * (len(said) - 1)
+    likely = dict(zip(answer.sequences, answer.diagnostics["likely"], strict=True))
+    assert likely[first]
+    assert [likely[ids] for ids in wrong if ids in likely] == [False] * (len(likely) - 1)
 
 
-def test_marks_alone_are_no_text(small, observe, asked):
+def test_marks_alone_are_no_text(small, observe, notes_and_plants):
     model = small("bert", layers=3, width=48)
     truth = observe(model, TEXTS[:1])
     (ids,) = truth.sequences
     for kind in ("maximum_likelihood", "keyspan", "dager"):
-        asked[1][kind] = NOTHING
-    asked[1]["lamp"] = guess((ids[0], ids[-1]))
+        notes_and_plants[1][kind] = NOTHING
+    notes_and_plants[1]["lamp"] = guess((ids[0], ids[-1]))
     answer = ask(Auto(), noisy_of(truth, 1e-2, granted=True), model)
     assert answer.status == Status.ABSTAINED
 
@@ -350,12 +358,12 @@ def test_zeros_are_no_batch(small, observe):
 
 
 def test_out_of_time_for_the_choice_the_first_guesses_are_the_answer_and_it_says_so(
-    small, observe, asked, monkeypatch
+    small, observe, notes_and_plants, monkeypatch
 ):
     model = small("bert", layers=3, width=48)
     truth = observe(model, TEXTS[:2])
-    asked[1]["keyspan"] = guess(*truth.sequences)
-    asked[1]["dager"] = asked[1]["lamp"] = NOTHING
+    notes_and_plants[1]["keyspan"] = guess(*truth.sequences)
+    notes_and_plants[1]["dager"] = notes_and_plants[1]["lamp"] = NOTHING
     monkeypatch.setattr(Pace, "seconds", (0.0, 1e9))
     answer = ask(Auto(), noisy_of(truth, 1e-2, granted=False), model)
     assert [*answer.sequences] == truth.sequences
@@ -364,12 +372,14 @@ def test_out_of_time_for_the_choice_the_first_guesses_are_the_answer_and_it_says
 
 
 def test_out_of_time_for_a_choice_what_was_read_first_is_the_answer(
-    small, observe, asked, monkeypatch
+    small, observe, notes_and_plants, monkeypatch
 ):
     model = small("bert", layers=3, width=48)
     truth = observe(model, TEXTS[:2])
-    asked[1]["keyspan"] = guess(*truth.sequences)
-    asked[1]["dager"] = asked[1]["lamp"] = guess(*(ids[::-1] for ids in truth.sequences))
+    notes_and_plants[1]["keyspan"] = guess(*truth.sequences)
+    notes_and_plants[1]["dager"] = notes_and_plants[1]["lamp"] = guess(
+        *(ids[::-1] for ids in truth.sequences)
+    )
     monkeypatch.setattr(Reserve, "gradients_in", lambda own, seconds: 0)
     answer = ask(Auto(), noisy_of(truth, 1e-2, granted=False), model)
     assert sorted(answer.sequences) == sorted(truth.sequences)
@@ -377,10 +387,12 @@ def test_out_of_time_for_a_choice_what_was_read_first_is_the_answer(
     assert answer.diagnostics["time_up"]
 
 
-def test_an_attack_leaves_time_to_choose_from_what_others_read(small, observe, asked, monkeypatch):
+def test_an_attack_leaves_time_to_choose_from_what_others_read(
+    small, observe, notes_and_plants, monkeypatch
+):
     model = small("bert", layers=3, width=48)
     truth = observe(model, TEXTS[:2])
-    notes, planted = asked
+    notes, planted = notes_and_plants
     planted["dager"] = planted["lamp"] = NOTHING
     monkeypatch.setattr(Reserve, "answer", 30.0)
     given = []
@@ -418,12 +430,12 @@ def test_guesses_shorter_than_texts_are_do_not_shorten_what_is_reserved(small, o
 
 
 def test_out_of_time_for_a_comparison_nothing_is_likely_and_it_says_so(
-    small, observe, asked, monkeypatch
+    small, observe, notes_and_plants, monkeypatch
 ):
     model = small("bert", layers=3, width=48)
     truth = observe(model, TEXTS[:2])
-    asked[1]["keyspan"] = guess(*truth.sequences)
-    asked[1]["dager"] = asked[1]["lamp"] = NOTHING
+    notes_and_plants[1]["keyspan"] = guess(*truth.sequences)
+    notes_and_plants[1]["dager"] = notes_and_plants[1]["lamp"] = NOTHING
     asked_for = []
 
     def few(own, seconds):
@@ -453,12 +465,12 @@ def test_what_gradients_take_is_measured_once_and_only_where_it_is_asked_for(
 
 
 def test_a_single_text_is_determined_with_dropout_on_and_nobody_else_is_asked(
-    small, observe, asked
+    small, observe, notes_and_plants
 ):
     model = small("bert", layers=3, width=48)
     truth = observe(model, 1, dropout=True, max_length=20)
     answer = ask(Auto(), truth.seen, model)
-    assert [attack.kind for attack, _, _ in asked[0]] == ["position_marginals"]
+    assert [attack.kind for attack, _, _ in notes_and_plants[0]] == ["position_marginals"]
     assert answer.sequences == tuple(truth.sequences)
     assert not answer.verified
     assert answer.diagnostics["likely"] == [True]
@@ -481,33 +493,38 @@ def test_texts_longer_than_a_head_is_wide_are_not_read_by_keyspan_first(small, o
     assert set(answer.diagnostics["from"]) == {"query_gradients"}
 
 
-def test_long_texts_of_a_decoder_are_read_by_dager_first(small, observe, asked):
+def test_long_texts_of_a_decoder_are_read_by_dager_first(small, observe, notes_and_plants):
     model = small("gpt2", width=64, layers=3)
     long = "she told us that nobody knows it and the old man who lives near the river sold books"
     truth = observe(model, [long, TEXTS[1]])
     assert max(map(len, truth.sequences)) > 16
     answer = ask(Auto(), truth.seen, model)
-    assert [attack.kind for attack, _, _ in asked[0]] == ["dager"]
+    assert [attack.kind for attack, _, _ in notes_and_plants[0]] == ["dager"]
     assert answer.verified
 
 
 def test_a_batch_under_noise_begins_with_what_keyspan_read_and_is_settled(
-    small, observe, asked, monkeypatch
+    small, observe, notes_and_plants, monkeypatch
 ):
     monkeypatch.setattr(auto, "MOST_TEXTS", 8)
     model = small("bert", layers=3, width=48)
     truth = observe(model, TEXTS)
-    asked[1]["keyspan"] = guess(*truth.sequences[:2])
+    notes_and_plants[1]["keyspan"] = guess(*truth.sequences[:2])
     answer = ask(Auto(), noisy_of(truth, 1e-4, granted=False), model)
-    assert [attack.kind for attack, _, _ in asked[0]] == ["keyspan", "maximum_likelihood"]
-    assert set(asked[0][1][2].sequences) == {*truth.sequences[:2]}
+    assert [attack.kind for attack, _, _ in notes_and_plants[0]] == [
+        "keyspan",
+        "maximum_likelihood",
+    ]
+    assert set(notes_and_plants[0][1][2].sequences) == {*truth.sequences[:2]}
     assert sorted(answer.sequences) == sorted(truth.sequences)
     assert answer.diagnostics["likely"] == [True] * 3
     assert not answer.verified
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_where_the_closed_form_determines_nothing_the_others_are_asked(small, observe, asked, size):
+def test_where_the_closed_form_determines_nothing_the_others_are_asked(
+    small, observe, notes_and_plants, size
+):
     model = small("bert", layers=3, width=48)
     truth = observe(model, size, max_length=10)
     tensors = dict(truth.seen.update.tensors)
@@ -516,16 +533,18 @@ def test_where_the_closed_form_determines_nothing_the_others_are_asked(small, ob
     answer = ask(
         Auto(), replace(truth.seen, update=replace(truth.seen.update, tensors=tensors)), model
     )
-    assert [attack.kind for attack, _, _ in asked[0]] == ["keyspan"]
+    assert [attack.kind for attack, _, _ in notes_and_plants[0]] == ["keyspan"]
     assert answer.verified
     assert sorted(answer.sequences) == sorted(truth.sequences)
 
 
-def test_a_single_text_under_noise_is_likely_and_nobody_else_is_asked(small, observe, asked):
+def test_a_single_text_under_noise_is_likely_and_nobody_else_is_asked(
+    small, observe, notes_and_plants
+):
     model = small("bert", layers=3, width=48)
     truth = observe(model, TEXTS[2:])
     answer = ask(Auto(), noisy_of(truth, 1e-4, granted=False), model)
-    kinds = [attack.kind for attack, _, _ in asked[0]]
+    kinds = [attack.kind for attack, _, _ in notes_and_plants[0]]
     assert kinds == ["position_marginals", "maximum_likelihood"]
     assert answer.sequences == tuple(truth.sequences)
     assert answer.diagnostics["likely"] == [True]

@@ -101,9 +101,9 @@ def test_a_text_that_was_sought_in_nothing_is_not_likely(small, observe, built, 
         for name, value in as_gradient(truth.seen).items()
     }
     (guess,) = batch_of(model, truth, lambda ids: placebo(model, ids, draws))
-    found = sharpened(model, [guess], observed, rng(), UNLIMITED, lambda *_: None)
-    assert found != [guess.ids]
-    compared = worth(model, [guess._replace(ids=found[0])], observed, rng())
+    sharpened_texts = sharpened(model, [guess], observed, rng(), UNLIMITED, lambda *_: None)
+    assert sharpened_texts != [guess.ids]
+    compared = worth(model, [guess._replace(ids=sharpened_texts[0])], observed, rng())
     assert compared.likely == (False,)
 
 
@@ -134,10 +134,10 @@ def test_only_the_true_batch_leaves_the_noise(small, observe, built):
     truth = observe(model, TEXTS)
     seen, batch = noisy(truth, 1e-3), batch_of(model, truth)
     assert leaves_noise(model, batch, seen, rng())
-    (one, other) = batch
-    wrong = one._replace(ids=(*one.ids[:2], one.ids[2] + 5, *one.ids[3:]))
-    assert not leaves_noise(model, [wrong, other], seen, rng())
-    assert not leaves_noise(model, [one], seen, rng())
+    (first, second) = batch
+    wrong = first._replace(ids=(*first.ids[:2], first.ids[2] + 5, *first.ids[3:]))
+    assert not leaves_noise(model, [wrong, second], seen, rng())
+    assert not leaves_noise(model, [first], seen, rng())
     assert not leaves_noise(model, batch, noisy(truth, 1e-3, granted=False), rng())
 
 
@@ -146,8 +146,8 @@ def test_another_scale_is_not_the_noise(small, observe):
     truth = observe(model, TEXTS)
     seen, batch = noisy(truth, 1e-3), batch_of(model, truth)
     for scale in (0.9e-3, 1.1e-3):
-        said = replace(seen, knowledge=replace(seen.knowledge, noise_scale=scale))
-        assert not leaves_noise(model, batch, said, rng())
+        rescaled = replace(seen, knowledge=replace(seen.knowledge, noise_scale=scale))
+        assert not leaves_noise(model, batch, rescaled, rng())
 
 
 def test_noise_that_hides_a_word_ends_no_search(small, observe):

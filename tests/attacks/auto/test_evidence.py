@@ -77,11 +77,11 @@ def test_inner_products_are_those_of_gradients_that_are_formed(
                     for n in weights
                 }
             )
-    for i, one in enumerate(columns):
-        inner = sum(weights[n] * float((g * observed[n]).sum()) for n, g in one.items())
+    for i, column in enumerate(columns):
+        inner = sum(weights[n] * float((g * observed[n]).sum()) for n, g in column.items())
         assert float(pairs.observed_K[i]) == pytest.approx(inner, rel=1e-3, abs=1e-2)
-        for j, other in enumerate(columns):
-            inner = sum(weights[n] * float((g * other[n]).sum()) for n, g in one.items())
+        for j, other_column in enumerate(columns):
+            inner = sum(weights[n] * float((g * other_column[n]).sum()) for n, g in column.items())
             size = float((pairs.gram_KK[i, i] * pairs.gram_KK[j, j]).sqrt())
             assert float(pairs.gram_KK[i, j]) == pytest.approx(inner, abs=1e-3 * size)
 

@@ -18,16 +18,16 @@ KINDS = [("bert", CLASSIFICATION), ("gpt2", CAUSAL_LM), ("llama", CAUSAL_LM)]
 
 def members_of(model, truth, which):
     """Returns sequences of a batch as a certificate has them."""
-    found = []
+    members = []
     targets = sum(len(ids) - 1 for ids in truth.sequences)
     for i in which:
         ids, label = truth.sequences[i], truth.labels[i]
         if model.task == CLASSIFICATION:
             counts = tuple(int(c == label) for c in range(model.num_labels))
-            found.append(Member(ids, 1 / len(truth.sequences), counts))
+            members.append(Member(ids, 1 / len(truth.sequences), counts))
         else:
-            found.append(Member(ids[:-1], (len(ids) - 1) / targets, None))
-    return found
+            members.append(Member(ids[:-1], (len(ids) - 1) / targets, None))
+    return members
 
 
 @pytest.mark.parametrize("kind", list(UpdateKind))

@@ -52,25 +52,25 @@ def noisy(truth):
 
 
 def mended(model, batch, observed, clock=None):
-    told = []
-    found = sharpened(
+    reports = []
+    mended_texts = sharpened(
         model,
         batch,
         observed,
         stream(0, "orders"),
         clock or Clock(None),
-        lambda *how: told.append(how),
+        lambda *how: reports.append(how),
     )
-    assert all(0 <= fit <= 1 + 1e-6 for _, fit in told)
-    return found
+    assert all(0 <= fit <= 1 + 1e-6 for _, fit in reports)
+    return mended_texts
 
 
 @pytest.mark.parametrize("built", UNTIED, ids="-".join)
 def test_wrong_words_are_mended(small, observe, built):
     model = small(*built, width=48)
     truth = observe(model, TEXTS)
-    found = mended(model, batch_of(model, truth), noisy(truth))
-    assert found == [opened(model, ids) for ids in truth.sequences]
+    mended_texts = mended(model, batch_of(model, truth), noisy(truth))
+    assert mended_texts == [opened(model, ids) for ids in truth.sequences]
 
 
 @pytest.mark.parametrize("built", [*UNTIED, ("gpt2", CAUSAL_LM)], ids="-".join)
@@ -79,13 +79,13 @@ def test_a_part_of_the_update_is_explained_no_worse(small, observe, built):
     truth = observe(model, TEXTS)
     observed = {n: g for n, g in noisy(truth).items() if "att" in n}
     before = batch_of(model, truth)
-    found = mended(model, before, observed)
-    pairs = compare(model, [*(one.ids for one in before), *found], observed)
-    of = {
+    mended_texts = mended(model, before, observed)
+    pairs = compare(model, [*(guess.ids for guess in before), *mended_texts], observed)
+    index_of = {
         (s, label): k for k, (s, label) in enumerate(zip(pairs.sequence, pairs.label, strict=True))
     }
     ends = [
-        pairs.residual([of[first + i, one.label] for i, one in enumerate(before)])
+        pairs.residual([index_of[first + i, guess.label] for i, guess in enumerate(before)])
         for first in (0, len(before))
     ]
     assert ends[1] < ends[0]
@@ -102,7 +102,7 @@ def test_out_of_time_guesses_stay_as_they_are(small, observe):
     model = small("bert")
     truth = observe(model, TEXTS)
     batch = batch_of(model, truth)
-    assert mended(model, batch, noisy(truth), Clock(-1.0)) == [one.ids for one in batch]
+    assert mended(model, batch, noisy(truth), Clock(-1.0)) == [guess.ids for guess in batch]
 
 
 def test_deltas_are_the_gradients_at_the_embeddings(small, observe):

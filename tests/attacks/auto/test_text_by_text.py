@@ -67,8 +67,8 @@ def test_beside_a_wrong_text_none_is_likely(small, observe, span):
 def test_a_text_is_likely_if_other_words_leave_more(small, observe, monkeypatch, alone, beside):
     made, texts = search(small, observe)
 
-    def fits(asked):
-        return [Fit(0.0, 0.0 if ids in texts else alone) for ids in asked]
+    def fits(candidates):
+        return [Fit(0.0, 0.0 if ids in texts else alone) for ids in candidates]
 
     def judged(state):
         return Judgement(0.0, 0.0 if state == texts else beside)

@@ -114,8 +114,8 @@ def test_noise_is_told_from_where_the_norm_leaves_nothing(model, truth):
     sd = float(gradient_ND.std())
     noisy_ND = gradient_ND + sd * torch.randn(gradient_ND.shape, generator=rng)
     # A bin is a difference of two rows.
-    told = float(read_bins(noisy_ND, planted(model)).noise_N.median())
-    assert told == pytest.approx(math.sqrt(2) * sd, rel=0.3)
+    noise = float(read_bins(noisy_ND, planted(model)).noise_N.median())
+    assert noise == pytest.approx(math.sqrt(2) * sd, rel=0.3)
 
 
 @torch.no_grad()
@@ -235,7 +235,7 @@ def test_it_hides_from_detectors_of_weights_and_is_read_all_the_same(small, obse
         sent = {name: value.numpy() for name, value in model.parameters().items()}
         seen = SimpleNamespace(now=SimpleNamespace(parameters=sent))
         findings = [detector(seen) for detector in (Zeros(), Rank(), ParallelRows())]
-        silent[hidden] = [found.statistic <= found.limit for found in findings]
+        silent[hidden] = [finding.statistic <= finding.limit for finding in findings]
         truth = seen_of(observe, model, texts[:2])
         assert Counter(ask(truth.seen, model).sequences) == Counter(truth.sequences)
         load_parameters_(model, before)

@@ -46,7 +46,7 @@ def _inside(check, seen, model, like):
         def method(self):
             return replace(like.method(), algorithm=algorithm)
 
-    attack = Attack(**{each.name: getattr(like, each.name) for each in fields(GradientMatching)})
+    attack = Attack(**{field.name: getattr(like, field.name) for field in fields(GradientMatching)})
     rngs = [stream(0, "attack", i) for i in range(len(seen))]
     with pytest.MonkeyPatch.context() as patch:
         # Padding costs less than another pass, however much there is: all victims together.
@@ -80,12 +80,19 @@ def on_objective():
 
     def run(check, seen, model, *, space="mixtures", loss="cos", **options):
         # A key's bias has no gradient but noise, which the authors' loss counts like any other.
-        null = {name for one in seen for name in model.family.null_parameters(one.update.tensors)}
+        null = {
+            name
+            for observation in seen
+            for name in model.family.null_parameters(observation.update.tensors)
+        }
         seen = [
             replace(
-                one, update=partial_update(one.update, sorted(one.update.tensors.keys() - null))
+                observation,
+                update=partial_update(
+                    observation.update, sorted(observation.update.tensors.keys() - null)
+                ),
             )
-            for one in seen
+            for observation in seen
         ]
         preset = "faithful" if space == "free" else "best"
         like = OneStep(loss=loss, preset=preset, starts=1, **options)
@@ -100,8 +107,8 @@ def true_ids():
 
     def ids_of(truth, objective):
         ids_RBT = objective.rows.ids_RBT.clone()
-        for b, one in enumerate(truth.sequences):
-            ids_RBT[:, b, : len(one)] = torch.tensor(one)
+        for b, ids in enumerate(truth.sequences):
+            ids_RBT[:, b, : len(ids)] = torch.tensor(ids)
         return ids_RBT
 
     return ids_of
@@ -114,8 +121,8 @@ def random_variables():
     def drawn(objective, guesses=None):
         space = objective.space
         free = isinstance(space, FreeEmbeddings)
-        each = len(space.table_VD[0]) if free else space.ids_RM.shape[1]
-        shape = (*objective.rows.mask_RBT.shape, each)
+        features = len(space.table_VD[0]) if free else space.ids_RM.shape[1]
+        shape = (*objective.rows.mask_RBT.shape, features)
         shape = shape if guesses is None else (shape[0], guesses, *shape[1:])
         return torch.randn(shape, generator=stream(3, "leaf"))
 

@@ -41,7 +41,7 @@ def shared(seen, patterns):
 
 
 def without(seen, patterns):
-    kept = [n for n in seen.update.tensors if not any(one in n for one in patterns)]
+    kept = [n for n in seen.update.tensors if not any(pattern in n for pattern in patterns)]
     return shared(seen, kept)
 
 
@@ -75,9 +75,9 @@ def test_the_frame_is_what_begins_and_ends_every_text(small, texts, family, task
 
     around = frame(model)
     assert around == Frame(ids(first), ids(last))
-    for one in model.encode(texts[:5]):
-        inner = one[len(around.first) : len(one) - len(around.last)]
-        assert (*around.first, *inner, *around.last) == tuple(one)
+    for sequence in model.encode(texts[:5]):
+        inner = sequence[len(around.first) : len(sequence) - len(around.last)]
+        assert (*around.first, *inner, *around.last) == tuple(sequence)
         assert not set(inner) & model.special_ids()
 
 
@@ -87,8 +87,8 @@ def test_granted_facts_are_used_as_they_are(small, observe, family, task, patter
     model = small(family, task)
     truth = observe(model, TEXTS, [2, 0, 2], granted=("lengths", "labels"))
     labels = (2, 0, 2) if task == CLASSIFICATION else ()
-    found = told_of(shared(truth.seen, patterns), model)
-    assert found == ([Shape(lengths(truth), labels)], True)
+    batch_shapes = told_of(shared(truth.seen, patterns), model)
+    assert batch_shapes == ([Shape(lengths(truth), labels)], True)
 
 
 @pytest.mark.parametrize(("family", "task"), KINDS)
@@ -97,17 +97,19 @@ def test_the_length_of_a_single_text_stands_in_its_update(small, observe, texts,
     for i in range(3):
         truth = observe(model, texts[i : i + 1], granted=("labels",))
         for seen in (truth.seen, shared(truth.seen, INNER)):
-            found = told_of(seen, model)
-            assert found.lengths_known
-            assert [one.lengths for one in found.each] == [lengths(truth)]
+            batch_shapes = told_of(seen, model)
+            assert batch_shapes.lengths_known
+            assert [shape.lengths for shape in batch_shapes.each] == [lengths(truth)]
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
 def test_the_last_layer_of_a_classifier_does_not_tell_lengths(small, observe, texts, family):
     model = small(family, width=64, layers=2)
     truth = observe(model, texts[:1], granted=("labels",))
-    found = told_of(shared(truth.seen, INNER), model)
-    assert not found.lengths_known or lengths(truth) in [one.lengths for one in found.each]
+    batch_shapes = told_of(shared(truth.seen, INNER), model)
+    assert not batch_shapes.lengths_known or lengths(truth) in [
+        shape.lengths for shape in batch_shapes.each
+    ]
 
 
 @pytest.mark.parametrize(("family", "task"), WITH_POSITIONS)
@@ -115,11 +117,11 @@ def test_the_lengths_of_two_texts_stand_in_their_update(small, observe, family, 
     model = small(family, task, width=64, layers=3)
     for two in (TEXTS[:2], TEXTS[1:], (TEXTS[2], TEXTS[0])):
         truth = observe(model, two, granted=("labels",))
-        found = told_of(truth.seen, model)
-        assert found.lengths_known
-        assert found.each[0].lengths == lengths(truth)
+        batch_shapes = told_of(truth.seen, model)
+        assert batch_shapes.lengths_known
+        assert batch_shapes.each[0].lengths == lengths(truth)
         # Decoders cannot tell whether the texts begin alike.
-        assert family != "bert" or len(found.each) == 1
+        assert family != "bert" or len(batch_shapes.each) == 1
 
 
 @pytest.mark.parametrize("second", ["she pays for it", "she told us"])
@@ -129,24 +131,28 @@ def test_the_lengths_of_two_texts_that_begin_alike_are_among_those_told(
 ):
     model = small(family, task, width=64, layers=3)
     truth = observe(model, ["she told us that it is over", second], granted=("labels",))
-    found = told_of(truth.seen, model)
-    assert not found.lengths_known or lengths(truth) in [one.lengths for one in found.each]
+    batch_shapes = told_of(truth.seen, model)
+    assert not batch_shapes.lengths_known or lengths(truth) in [
+        shape.lengths for shape in batch_shapes.each
+    ]
 
 
 def test_the_lengths_of_a_batch_with_a_text_twice_are_among_those_told(small, observe):
     model = small("bert", width=64, layers=3)
     truth = observe(model, ["nobody knows it", "nobody knows it", "he pays"], granted=("labels",))
-    found = told_of(truth.seen, model)
-    assert not found.lengths_known or lengths(truth) in [one.lengths for one in found.each]
+    batch_shapes = told_of(truth.seen, model)
+    assert not batch_shapes.lengths_known or lengths(truth) in [
+        shape.lengths for shape in batch_shapes.each
+    ]
 
 
 def test_the_lengths_of_three_texts_are_among_those_with_their_sum_and_longest(small, observe):
     model = small("bert", width=64, layers=3)
     truth = observe(model, TEXTS, granted=("labels",))
-    found = told_of(truth.seen, model)
-    each = [one.lengths for one in found.each]
-    assert found.lengths_known
-    assert lengths(truth) in each
+    batch_shapes = told_of(truth.seen, model)
+    told_lengths = [shape.lengths for shape in batch_shapes.each]
+    assert batch_shapes.lengths_known
+    assert lengths(truth) in told_lengths
     # At least a token between the special ones.
     longest, total = lengths(truth)[0], sum(lengths(truth))
     expected = {
@@ -154,42 +160,44 @@ def test_the_lengths_of_three_texts_are_among_those_with_their_sum_and_longest(s
         for b, c in product(range(3, longest + 1), repeat=2)
         if b >= c and longest + b + c == total
     }
-    assert set(each) == expected
-    assert len(each) == len(expected)
-    assert abs(each[0][1] - each[0][2]) <= 1, "the most even first"
+    assert set(told_lengths) == expected
+    assert len(told_lengths) == len(expected)
+    assert abs(told_lengths[0][1] - told_lengths[0][2]) <= 1, "the most even first"
 
 
 @pytest.mark.parametrize("label", range(3))
 def test_the_label_of_a_single_text_is_tried_as_every_class(small, observe, label):
     model = small("bert", width=64)
     truth = observe(model, TEXTS[:1], [label], granted=("lengths",))
-    found = told_of(truth.seen, model)
-    assert found == ([Shape(lengths(truth), (i,)) for i in range(3)], True)
+    batch_shapes = told_of(truth.seen, model)
+    assert batch_shapes == ([Shape(lengths(truth), (i,)) for i in range(3)], True)
 
 
 def test_labels_are_tried_in_every_order_of_the_counts_that_the_classifier_tells(small, observe):
     model = small("bert", width=64, initializer_range=0.02)
     truth = observe(model, TEXTS, [2, 0, 2], granted=("lengths",))
-    found = told_of(truth.seen, model)
+    batch_shapes = told_of(truth.seen, model)
     assert len(set(lengths(truth))) == 3
-    assert {one.lengths for one in found.each} == {lengths(truth)}
-    assert sorted(one.labels for one in found.each) == [(0, 2, 2), (2, 0, 2), (2, 2, 0)]
+    assert {shape.lengths for shape in batch_shapes.each} == {lengths(truth)}
+    assert sorted(shape.labels for shape in batch_shapes.each) == [(0, 2, 2), (2, 0, 2), (2, 2, 0)]
 
 
 def test_labels_that_nothing_tells_are_enumerated(small, observe):
     model = small("bert", width=64)
     truth = observe(model, TEXTS[:2], granted=("lengths",))
-    found = told_of(without(truth.seen, ["classifier"]), model)
+    batch_shapes = told_of(without(truth.seen, ["classifier"]), model)
     assert lengths(truth)[0] > lengths(truth)[1]
-    assert sorted(one.labels for one in found.each) == sorted(product(range(3), repeat=2))
-    assert {one.lengths for one in found.each} == {lengths(truth)}
+    assert sorted(shape.labels for shape in batch_shapes.each) == sorted(
+        product(range(3), repeat=2)
+    )
+    assert {shape.lengths for shape in batch_shapes.each} == {lengths(truth)}
 
 
 def test_labels_of_equally_long_texts_are_enumerated_without_order(small, observe):
     model = small("bert", width=64)
     truth = observe(model, [TEXTS[0]] * 2, granted=("lengths",))
-    found = told_of(without(truth.seen, ["classifier"]), model)
-    labels = [tuple(sorted(one.labels)) for one in found.each]
+    batch_shapes = told_of(without(truth.seen, ["classifier"]), model)
+    labels = [tuple(sorted(shape.labels)) for shape in batch_shapes.each]
     assert sorted(labels) == sorted((a, b) for a in range(3) for b in range(a, 3))
 
 
@@ -208,10 +216,12 @@ def test_there_are_never_more_shapes_than_asked_for_and_always_one(
 def test_where_nothing_tells_lengths_are_only_tried(small, observe, family, task):
     model = small(family, task)
     truth = observe(model, TEXTS[:2], granted=("labels",))
-    found = told_of(shared(truth.seen, ["norm", "Norm", "ln_"]), model, 4)
-    assert not found.lengths_known
-    assert all(len(set(one.lengths)) == 1 and len(one.lengths) == 2 for one in found.each)
-    tried = [one.lengths[0] for one in found.each]
+    batch_shapes = told_of(shared(truth.seen, ["norm", "Norm", "ln_"]), model, 4)
+    assert not batch_shapes.lengths_known
+    assert all(
+        len(set(shape.lengths)) == 1 and len(shape.lengths) == 2 for shape in batch_shapes.each
+    )
+    tried = [shape.lengths[0] for shape in batch_shapes.each]
     assert 1 < len(tried) == len(set(tried)) <= 4
     assert min(tried) > sum(map(len, frame(model)))
     assert max(tried) <= model.max_length
@@ -246,31 +256,31 @@ def test_noise_hides_lengths(small, observe):
 def inputs(model, truth):
     """The distinct content tokens that the model read."""
     cut = 1 if model.task == CAUSAL_LM else 0
-    read = {token for one in truth.sequences for token in one[: len(one) - cut]}
+    read = {token for ids in truth.sequences for token in ids[: len(ids) - cut]}
     return sorted(read - model.special_ids())
 
 
-def content(found, model):
-    return None if found is None else sorted(set(found.tolist()) - model.special_ids())
+def content(token_ids, model):
+    return None if token_ids is None else sorted(set(token_ids.tolist()) - model.special_ids())
 
 
 @pytest.mark.parametrize(("family", "task"), KINDS)
 def test_the_rows_of_the_word_embedding_are_the_tokens(small, observe, family, task):
     model = small(family, task, width=64)
     truth = observe(model, TEXTS[:2])
-    found = bag(shared(truth.seen, WORDS), model, stream(0, "bag"))
-    assert content(found, model) == inputs(model, truth)
+    token_ids = bag(shared(truth.seen, WORDS), model, stream(0, "bag"))
+    assert content(token_ids, model) == inputs(model, truth)
 
 
 @pytest.mark.parametrize(("family", "task"), KINDS)
 def test_the_first_layer_tells_the_tokens_of_a_model_with_positions(small, observe, family, task):
     model = small(family, task, width=64)
     truth = observe(model, TEXTS[1:2])
-    found = bag(without(truth.seen, WORDS), model, stream(0, "bag"))
+    token_ids = bag(without(truth.seen, WORDS), model, stream(0, "bag"))
     if (family, task) in WITH_POSITIONS:
-        assert content(found, model) == inputs(model, truth)
+        assert content(token_ids, model) == inputs(model, truth)
     else:
-        assert found is None
+        assert token_ids is None
 
 
 @pytest.mark.parametrize(("family", "task"), WITH_POSITIONS)
@@ -296,7 +306,7 @@ def test_rows_hold_what_is_known_of_each_shape(model):
     rows = rows_of([Shape((longest, short), labels), Shape((short,), labels[:1])], around, model)
     padding = model.tokenizer.pad_token_id
     for r, lengths in enumerate([(longest, short), (short,)]):
-        assert [len(one) for one in rows.sequences(r, rows.ids_RBT[r])] == list(lengths)
+        assert [len(ids) for ids in rows.sequences(r, rows.ids_RBT[r])] == list(lengths)
         targets = sum(length - 1 for length in lengths)
         for b, length in enumerate(lengths):
             content = range(len(around.first), length - len(around.last))

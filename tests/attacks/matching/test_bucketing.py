@@ -21,13 +21,13 @@ def every_way(items):
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=6), st.integers(0, 200))
 def test_no_way_to_part_victims_of_one_kind_costs_less(lengths, a_pass):
     sizes = {10 + i: Size(length, 2, 3) for i, length in enumerate(lengths)}
-    found = parts(list(sizes), sizes, a_pass)
-    assert sorted(i for part in found for i in part) == list(sizes)
+    partition = parts(list(sizes), sizes, a_pass)
+    assert sorted(i for part in partition for i in part) == list(sizes)
 
     def total(way):
         return sum(cost([sizes[i] for i in part], a_pass) for part in way)
 
-    assert total(found) == min(map(total, every_way(list(sizes))))
+    assert total(partition) == min(map(total, every_way(list(sizes))))
 
 
 def test_an_outlier_goes_alone_and_the_others_together():
@@ -38,6 +38,6 @@ def test_an_outlier_goes_alone_and_the_others_together():
 
 
 def test_all_rows_of_a_victim_count_and_the_largest_batch():
-    one, many = Size(10, 1, 1), Size(12, 4, 16)
-    assert cost([one], 5) == 5 + 10
-    assert cost([one, many], 5) == 5 + 12 * 4 * 17
+    single, many = Size(10, 1, 1), Size(12, 4, 16)
+    assert cost([single], 5) == 5 + 10
+    assert cost([single, many], 5) == 5 + 12 * 4 * 17

@@ -87,7 +87,7 @@ class Shown:
 
     def at(self, now):
         """The phase that was under way then."""
-        before = [one.phase for when, one in self.parts if when <= now and one.phase]
+        before = [progress.phase for when, progress in self.parts if when <= now and progress.phase]
         return before[-1].partition(" ")[0]
 
     def longest_silence(self):
@@ -160,7 +160,7 @@ def test_each_of_several_victims_has_its_seconds(seen, passes, monkeypatch, pres
     model, updates = seen
     attack = Lamp(preset=preset, starts=1, seconds=10, discrete="never")
     answers, _ = run(attack, [updates[tokens]] * 3, model, passes)
-    assert {one.status for one in answers} == {Status.RECOVERED}
+    assert {answer.status for answer in answers} == {Status.RECOVERED}
     assert 30 < passes.now <= 30 + FEW
 
 
@@ -171,7 +171,7 @@ def test_without_any_time_there_is_an_answer(seen, passes, attack, preset, token
     model, updates = seen
     (answer,), _ = run(attack(preset=preset, seconds=0.5), [updates[tokens]], model, passes)
     assert answer.status == Status.RECOVERED
-    assert [len(one) for one in answer.sequences] == sorted(
+    assert [len(ids) for ids in answer.sequences] == sorted(
         (len(ids) for ids in model.encode(TEXTS)), reverse=True
     )
     assert passes.now <= FEW

@@ -39,11 +39,11 @@ def best(exact_RK, rough_RK, lm_penalty_RK, watch=UNWATCHED):
 def test_the_least_sum_wins(rough):
     rng = torch.Generator().manual_seed(0)
     exact_RK, lm_penalty_RK = torch.rand(2, 3, 40, generator=rng)
-    found = best(exact_RK, exact_RK + 1e-3 if rough else None, lm_penalty_RK)
+    selection = best(exact_RK, exact_RK + 1e-3 if rough else None, lm_penalty_RK)
     at_R = (exact_RK + lm_penalty_RK).argmin(1)
-    assert torch.equal(found.chosen_RX[:, 0, 0], at_R)
-    assert torch.equal(found.apart_R, exact_RK.gather(1, at_R[:, None])[:, 0])
-    assert torch.equal(found.lm_penalty_R, lm_penalty_RK.gather(1, at_R[:, None])[:, 0])
+    assert torch.equal(selection.chosen_RX[:, 0, 0], at_R)
+    assert torch.equal(selection.apart_R, exact_RK.gather(1, at_R[:, None])[:, 0])
+    assert torch.equal(selection.lm_penalty_R, lm_penalty_RK.gather(1, at_R[:, None])[:, 0])
 
 
 def test_the_first_of_equals_wins():
@@ -62,10 +62,10 @@ def test_out_of_time_the_best_of_what_was_looked_at_is_chosen(rough):
     looked = []
     watch = Watch(Clock(None), lambda *shown: looked.append(shown))
     watch.up = lambda step=0.0: len(looked) >= 2
-    found = best(exact_RK, exact_RK if rough else None, torch.zeros(1, 40), watch)
+    selection = best(exact_RK, exact_RK if rough else None, torch.zeros(1, 40), watch)
     # Two chunks of seven by the first judge; by an exact one after it, its first, as always.
-    assert found.chosen_RX.item() == 13
-    assert found.apart_R.item() == 27
+    assert selection.chosen_RX.item() == 13
+    assert selection.apart_R.item() == 27
     assert looked[:2] == [(0, "changes 1/6", ()), (0, "changes 2/6", ())]
     assert len(looked) == (3 if rough else 2)
 

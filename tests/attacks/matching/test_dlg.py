@@ -81,7 +81,7 @@ def test_more_steps_come_nearer(small, observe, attack):
         rngs=[stream(0, "attack")],
         report=lambda _, how: reports.append(how),
     )
-    read = [one for one in reports if one.text]
+    read = [progress for progress in reports if progress.text]
     assert (read[0].step, read[-1].step) == (50, 100)
     assert read[0].loss > read[-1].loss > 0
 
@@ -93,7 +93,7 @@ def test_lengths_are_the_granted_ones(small, observe, attack, granted):
         truth = observe(model, 2, granted=granted, max_length=7)
         answer = run(attack(steps=2, starts=1, shapes=2), truth.seen, model)
         assert answer.status == Status.RECOVERED
-        assert [len(one) for one in answer.sequences] == [len(one) for one in truth.sequences]
+        assert [len(ids) for ids in answer.sequences] == [len(ids) for ids in truth.sequences]
 
 
 def test_a_parameter_beside_the_word_embedding_is_needed(small, observe, attack):

@@ -64,9 +64,9 @@ def in_double(model):
         return norm.weight * x * torch.rsqrt(x.square().mean(-1, True) + norm.variance_epsilon)
 
     module = copy.deepcopy(model.module).double()
-    for one in module.modules():
-        if type(one).__name__ == "LlamaRMSNorm":
-            one.forward = types.MethodType(forward, one)
+    for submodule in module.modules():
+        if type(submodule).__name__ == "LlamaRMSNorm":
+            submodule.forward = types.MethodType(forward, submodule)
     return replace(model, module=module)
 
 
@@ -151,18 +151,22 @@ class Batch:
         """The gradients at the true embeddings, and as a target."""
         rng, observed = stream(2, "noise"), []
         for r in range(len(self.ids_RBT)):
-            found = self.naive(names, r, self.true_RBTD[r])
-            for name, value in found.items():
+            gradients = self.naive(names, r, self.true_RBTD[r])
+            for name, value in gradients.items():
                 extra = torch.randn(value.shape, generator=rng).to(value)
-                found[name] = value + noise * value.abs().mean() * extra
-            observed.append(found)
+                gradients[name] = value + noise * value.abs().mean() * extra
+            observed.append(gradients)
         small = [*tables(self.model), self.model.family.word_embedding, *whole]
         return observed, target_of(observed, sum(self.lengths), small)
 
 
-def naive_distance(name, found, observed, weights=None):
+def naive_distance(name, gradients, observed, weights=None):
     """The three distances as the papers have them; zero tensors say nothing."""
-    pairs = {key: (found[key], one) for key, one in observed.items() if one.any()}
+    pairs = {
+        key: (gradients[key], observed_grad)
+        for key, observed_grad in observed.items()
+        if observed_grad.any()
+    }
     if name == "l2":
         return sum((g - o).square().sum() for g, o in pairs.values())
     if name == "l2l1":
@@ -181,25 +185,25 @@ def naive_grads(batch, names, observed, losses):
     grads = {name: torch.zeros_like(batch.x_RKBTD) for name in losses}
     for r, k in product(*map(range, batch.x_RKBTD.shape[:2])):
         x_BTD = batch.x_RKBTD[r, k].clone().requires_grad_()
-        found = batch.naive(names, r, x_BTD, graph=True)
+        gradients = batch.naive(names, r, x_BTD, graph=True)
         for name in losses:
-            value = naive_distance(name, found, observed[r])
+            value = naive_distance(name, gradients, observed[r])
             apart[name][r, k] = value.detach()
             grads[name][r, k] = torch.autograd.grad(value, x_BTD, retain_graph=True)[0]
     return apart, grads
 
 
-def assert_near(found, expected, tolerance):
+def assert_near(actual, expected, tolerance):
     """By the size of the largest number."""
     size = expected.abs().max()
     assert size > 0
-    found = found.to(expected)
-    torch.testing.assert_close(found / size, expected / size, atol=tolerance, rtol=0)
+    actual = actual.to(expected)
+    torch.testing.assert_close(actual / size, expected / size, atol=tolerance, rtol=0)
 
 
 def assert_alike(batch, observed, target, exact, tolerance, losses=tuple(DISTANCES)):
     """Values and grads are those of formed gradients; `exact` is the batch in float64."""
-    exactly = [{name: value.double() for name, value in one.items()} for one in observed]
+    exactly = [{name: value.double() for name, value in tensors.items()} for tensors in observed]
     apart, grads = naive_grads(exact, list(target.tensors), exactly, losses)
     with BatchGradients(batch.model, list(target.tensors)).ready() as computed:
         for name in losses:
@@ -266,12 +270,19 @@ SUBSETS = {
 
 @pytest.mark.parametrize(
     ("kind", "subset"),
-    [(kind, subset) for kind in PLAIN for subset, (of, _) in SUBSETS.items() if kind[0] in of],
+    [
+        (kind, subset)
+        for kind in PLAIN
+        for subset, (families, _) in SUBSETS.items()
+        if kind[0] in families
+    ],
     ids=str,
 )
 def test_a_part_of_the_parameters_is_matched_alone(small, kind, subset):
     model = in_double(made(small, *kind, width=32, layers=3))
-    names = [name for name in matched(model) if any(one in name for one in SUBSETS[subset][1])]
+    names = [
+        name for name in matched(model) if any(pattern in name for pattern in SUBSETS[subset][1])
+    ]
     batch = Batch(model, 1, 1, 3)
     observed, target = batch.target(names, 0.5)
     assert list(target.tensors) == names
@@ -295,7 +306,7 @@ def test_rows_of_the_word_embedding_are_matched_through_a_mixture(small, kind, n
     family, rng = model.family, stream(0, "mixture")
     own = dict(model.module.named_parameters())
     names = [family.word_embedding, family.layers + ".0", "norm"]
-    names = [name for name in own if any(one in name for one in names)]
+    names = [name for name in own if any(pattern in name for pattern in names)]
     names = [name for name in names if name not in family.null_parameters(names)]
     batch = Batch(model, 1, 1, 3)
     bag_M = torch.tensor([7, 12, 90, 33])
@@ -309,7 +320,7 @@ def test_rows_of_the_word_embedding_are_matched_through_a_mixture(small, kind, n
     variables_BTM.requires_grad_()
     share_BTM = variables_BTM.softmax(-1)
     table_MD = own[family.word_embedding][bag_M].detach().requires_grad_()
-    found = dict(
+    formed = dict(
         zip(
             names,
             torch.autograd.grad(
@@ -323,7 +334,7 @@ def test_rows_of_the_word_embedding_are_matched_through_a_mixture(small, kind, n
     for name, distance in DISTANCES.items():
         if name == "l2l1" and not noise:
             continue
-        expected = naive_distance(name, found, observed)
+        expected = naive_distance(name, formed, observed)
         (expected_grad,) = torch.autograd.grad(expected, variables_BTM, retain_graph=True)
         mine_BTM = variables_BTM.detach().clone().requires_grad_()
         share_RKBTM = mine_BTM.softmax(-1)[None, None]
@@ -346,11 +357,11 @@ def test_many_victims_and_guesses_are_each_as_alone(small, kind):
             gradients = batch.gradients(computed, batch.x_RKBTD, differentiable=False)
             together = {name: DISTANCES[name](gradients, target) for name in losses}
             for r, k in product(range(3), range(2)):
-                one = torch.tensor([r])
-                x_RKBTD = batch.x_RKBTD[one][:, [k]]
-                alone = batch.gradients(computed, x_RKBTD, one, differentiable=False)
+                row = torch.tensor([r])
+                x_RKBTD = batch.x_RKBTD[row][:, [k]]
+                alone = batch.gradients(computed, x_RKBTD, row, differentiable=False)
                 for name in losses:
-                    apart = DISTANCES[name](alone, target.take(one))
+                    apart = DISTANCES[name](alone, target.take(row))
                     assert_near(together[name][r, k], apart[0, 0], 1e-12)
 
 
@@ -396,8 +407,8 @@ def by_hand():
 def formulas(name, formed, observed, weights=None):
     out_RK = torch.zeros(2, 2, dtype=torch.float64)
     for r, k in product(range(2), range(2)):
-        found = {key: value[r, k] for key, value in formed.items()}
-        out_RK[r, k] = naive_distance(name, found, observed[r], weights)
+        gradients = {key: value[r, k] for key, value in formed.items()}
+        out_RK[r, k] = naive_distance(name, gradients, observed[r], weights)
     return out_RK
 
 
@@ -413,8 +424,8 @@ def test_distances_are_those_of_the_papers(name):
 @pytest.mark.parametrize("name", ["cos", "l2"])
 def test_factors_stand_for_the_gradient_that_they_are_of(name):
     gradients, _, observed = by_hand()
-    for one in observed:
-        one["weight"] = one["weight"][:, :1] @ one["weight"][:1]
+    for tensors in observed:
+        tensors["weight"] = tensors["weight"][:, :1] @ tensors["weight"][:1]
     whole = target_of(observed, 9, [])
     factored = target_of(observed, 1, [])
     assert isinstance(factored.tensors["weight"], LowRankGradient)
@@ -427,18 +438,18 @@ def test_factors_stand_for_the_gradient_that_they_are_of(name):
 def test_a_weighted_cosine_is_the_weighted_mean():
     gradients, formed, observed = by_hand()
     weights = {"bias": 3.0, "another": 9.0}
-    found = Cosine(weights)(gradients, target_of(observed, 9, []))
+    apart_RK = Cosine(weights)(gradients, target_of(observed, 9, []))
     expected = formulas("cos", formed, observed, weights)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
-    assert (found - formulas("cos", formed, observed)).abs().min() > 1e-3
+    torch.testing.assert_close(apart_RK, expected, rtol=1e-12, atol=0)
+    assert (apart_RK - formulas("cos", formed, observed)).abs().min() > 1e-3
 
 
 @pytest.mark.parametrize("name", DISTANCES)
 def test_a_tensor_that_is_zero_for_one_victim_says_nothing_about_that_one(name):
     gradients, formed, observed = by_hand()
     observed[1]["bias"] = torch.zeros(4, dtype=torch.float64)
-    found = DISTANCES[name](gradients, target_of(observed, 9, []))
-    torch.testing.assert_close(found, formulas(name, formed, observed), rtol=1e-12, atol=0)
+    apart_RK = DISTANCES[name](gradients, target_of(observed, 9, []))
+    torch.testing.assert_close(apart_RK, formulas(name, formed, observed), rtol=1e-12, atol=0)
 
 
 def test_rows_of_a_table_that_no_guess_reaches_count_as_zeros():
@@ -463,12 +474,12 @@ def test_a_gradient_of_zeros_is_as_far_as_the_observed_one_is_large(small, name,
     sizes = [
         {
             "cos": 1.0,
-            "l2": sum(float(value.square().sum()) for value in one.values()),
+            "l2": sum(float(value.square().sum()) for value in tensors.values()),
             "l2l1": sum(
-                float(value.square().sum() + 0.01 * value.abs().sum()) for value in one.values()
+                float(value.square().sum() + 0.01 * value.abs().sum()) for value in tensors.values()
             ),
         }[name]
-        for one in observed
+        for tensors in observed
     ]
     assert of_nothing(DISTANCES[name], target).tolist() == pytest.approx(sizes, rel=1e-10)
 
@@ -478,8 +489,8 @@ def test_a_gradient_of_zeros_is_as_far_as_the_observed_one_is_large(small, name,
 def test_distances_of_a_gradient_in_parts_have_the_derivatives_that_autograd_finds(name, rank):
     gradients, _, observed = by_hand()
     if rank == 1:
-        for one in observed:
-            one["weight"] = one["weight"][:, :1] @ one["weight"][:1]
+        for tensors in observed:
+            tensors["weight"] = tensors["weight"][:, :1] @ tensors["weight"][:1]
     guesses = 1 if name == "l2l1" else 2
     sides = [
         side[:, :1].repeat(1, guesses, 1, 1) + torch.arange(guesses)[:, None, None]
@@ -499,19 +510,19 @@ def test_distances_of_a_gradient_in_parts_have_the_derivatives_that_autograd_fin
         [
             torch.stack(
                 [
-                    naive_distance(name, {"weight": formed[r, k]}, {"weight": one["weight"]})
+                    naive_distance(name, {"weight": formed[r, k]}, {"weight": tensors["weight"]})
                     for k in range(guesses)
                 ]
             )
-            for r, one in enumerate(observed)
+            for r, tensors in enumerate(observed)
         ]
     )
     torch.testing.assert_close(found_RK, expected_RK, rtol=1e-11, atol=0)
     each_RK = torch.randn(found_RK.shape, generator=stream(0, "each"), dtype=torch.float64)
     mine = torch.autograd.grad((found_RK * each_RK).sum(), sides)
     theirs = torch.autograd.grad((expected_RK * each_RK).sum(), sides)
-    for one, other in zip(mine, theirs, strict=True):
-        assert_near(one, other, 1e-11)
+    for grad, expected_grad in zip(mine, theirs, strict=True):
+        assert_near(grad, expected_grad, 1e-11)
 
 
 def test_a_target_of_some_victims_and_of_another_precision(small):
@@ -585,7 +596,10 @@ def state(model):
     return (
         [p.requires_grad for p in module.parameters()],
         [p.grad is None for p in module.parameters()],
-        sum(len(one._forward_hooks) + len(one._forward_pre_hooks) for one in module.modules()),
+        sum(
+            len(submodule._forward_hooks) + len(submodule._forward_pre_hooks)
+            for submodule in module.modules()
+        ),
         module.training,
     )
 
@@ -626,18 +640,18 @@ class Gated(torch.nn.Linear):
 
 
 @pytest.mark.parametrize(
-    ("path", "other", "told"),
+    ("path", "other", "message"),
     [
         ("output.LayerNorm", Scale, r"layer\.0\.output\.LayerNorm \(layer type Scale\)"),
         ("output.dense", Gated, r"layer\.0\.output\.dense\.gate \(layer type Gated\)"),
     ],
 )
-def test_a_layer_of_another_type_is_refused_by_its_name(small, path, other, told):
+def test_a_layer_of_another_type_is_refused_by_its_name(small, path, other, message):
     model = made(small, "bert", CLASSIFICATION)
     model = replace(model, module=copy.deepcopy(model.module))
     path = f"bert.encoder.layer.0.{path}"
     model.module.set_submodule(path, other(model.module.get_submodule(path)))
-    with pytest.raises(NotImplementedError, match=told):
+    with pytest.raises(NotImplementedError, match=message):
         BatchGradients(model, list(model.trained()))
     kept = [name for name in model.trained() if not name.startswith(path)]
     assert BatchGradients(model, kept)
@@ -695,8 +709,12 @@ def test_gradients_to_look_at_keep_no_graph(small, kind):
     model = made(small, *kind)
     batch = Batch(model, 1, 1, 1)
     with BatchGradients(model, matched(model)).ready() as computed:
-        found = batch.gradients(computed, batch.x_RKBTD, differentiable=False)
-    assert not [name for name, one in found.items() if any(x.requires_grad for x in sides(one))]
+        gradients = batch.gradients(computed, batch.x_RKBTD, differentiable=False)
+    assert not [
+        name
+        for name, gradient in gradients.items()
+        if any(x.requires_grad for x in sides(gradient))
+    ]
 
 
 @pytest.mark.parametrize("kind", [PLAIN[0], PLAIN[3]], ids="-".join)
@@ -713,10 +731,12 @@ def test_what_the_others_of_a_batch_give_is_added(small, kind):
         def of(chosen, x_RKBTD):
             fewer.mask_RBT, fewer.ids_RBT = batch.mask_RBT[:, chosen], batch.ids_RBT[:, chosen]
             fewer.labels_RB = batch.labels_RB[:, chosen]
-            found = fewer.gradients(computed, x_RKBTD[:, :, chosen], differentiable=False)
+            gradients = fewer.gradients(computed, x_RKBTD[:, :, chosen], differentiable=False)
             if model.task == CLASSIFICATION:  # `logit_grad` counts each as a share of what it sees
-                return {name: scaled(one, len(chosen) / 3) for name, one in found.items()}
-            return found
+                return {
+                    name: scaled(gradient, len(chosen) / 3) for name, gradient in gradients.items()
+                }
+            return gradients
 
         total = added(of([1, 2], batch.x_RKBTD[:, :1]), of([0], batch.x_RKBTD))
     for distance in DISTANCES.values():
@@ -736,6 +756,6 @@ def test_next_token_targets_may_be_shares_of_tokens():
     logits = torch.randn(2, 4, 7, generator=rng, dtype=torch.float64, requires_grad=True)
     targets = torch.randn(2, 4, 7, generator=rng, dtype=torch.float64).softmax(-1)
     weights = torch.rand(2, 4, generator=rng, dtype=torch.float64)
-    each = -(targets[:, 1:] * logits[:, :-1].log_softmax(-1)).sum(-1)
-    (expected,) = torch.autograd.grad((each * weights[:, 1:]).sum(), logits)
+    losses = -(targets[:, 1:] * logits[:, :-1].log_softmax(-1)).sum(-1)
+    (expected,) = torch.autograd.grad((losses * weights[:, 1:]).sum(), logits)
     torch.testing.assert_close(next_token_logit_grad(targets, weights)(logits), expected)

@@ -124,8 +124,8 @@ def plain_descent(model, truth, observed, start_BTD, fixed_BT, ids_BT, weights, 
             near = F.normalize(x, dim=-1) @ F.normalize(table_VD, dim=-1).T
             targets = near.argmax(-1).where(~fixed_BT, ids_BT)[:, 1:]
             loss = F.cross_entropy(logits[:, :-1][mask_BT[:, 1:] > 0], targets[mask_BT[:, 1:] > 0])
-        found = torch.autograd.grad(loss, [own[n] for n in observed], create_graph=True)
-        pairs = list(zip(found, observed.values(), strict=True))
+        gradients = torch.autograd.grad(loss, [own[n] for n in observed], create_graph=True)
+        pairs = list(zip(gradients, observed.values(), strict=True))
         if weights is None:
             apart = sum((g - o).square().sum() + 0.01 * (g - o).abs().sum() for g, o in pairs)
         else:
@@ -196,17 +196,17 @@ def test_the_best_of_random_starts_and_of_its_orders_is_begun_with(
         def distance(start):
             return float(objective.scores(space.guess(rows, start[:, None]))[0, 0])
 
-        found = initial(Search(objective, replace(config, guesses=8), [stream(0, "starts")]))
-        one = stream(0, "starts")
-        drawn = [space.start(rows, [one]) for _ in range(8)]
+        variables = initial(Search(objective, replace(config, guesses=8), [stream(0, "starts")]))
+        starts_rng = stream(0, "starts")
+        drawn = [space.start(rows, [starts_rng]) for _ in range(8)]
         best = min(drawn, key=distance)
         assert best is not drawn[0]
         assert best is not drawn[-1]
-        assert distance(found) < distance(best)
+        assert distance(variables) < distance(best)
         for b in range(2):
             # The same vectors in another order.
             free = rows.content(0, b)
-            mine, theirs = found[0, b, free].sum(-1), best[0, b, free].sum(-1)
+            mine, theirs = variables[0, b, free].sum(-1), best[0, b, free].sum(-1)
             assert sorted(mine.tolist()) == pytest.approx(sorted(theirs.tolist()), abs=1e-5)
 
     inside(check, [without_null(truth.seen, model)], model, LAMP)
@@ -226,11 +226,11 @@ def test_what_is_returned_had_the_lowest_loss_on_the_way(small, observe, monkeyp
 
     def check(objective, config, rng):
         wild = replace(config, steps=12, step_size=3.0, guesses=1)
-        (found,) = lamp.reconstruct(Search(objective, wild, rng))
-        least, before = min(way, key=lambda one: one[0])
-        assert way[-1][0] > least
-        assert found.loss == pytest.approx(least)
-        assert torch.equal(found.ids_BT, objective.nearest_tokens(before)[0])
+        (reconstruction,) = lamp.reconstruct(Search(objective, wild, rng))
+        lowest_loss, before = min(way, key=lambda pair: pair[0])
+        assert way[-1][0] > lowest_loss
+        assert reconstruction.loss == pytest.approx(lowest_loss)
+        assert torch.equal(reconstruction.ids_BT, objective.nearest_tokens(before)[0])
 
     inside(check, [without_null(truth.seen, model)], model, replace(LAMP, discrete="never"))
 
@@ -267,18 +267,20 @@ def test_the_best_of_all_that_was_tried_is_chosen(small, observe, kind, inside):
             tried[0, k, free_BT] = torch.randint(10, 300, (int(free_BT.sum()),), generator=rng)
         lm_penalty = torch.rand(1, 30, generator=rng)
         space, rows = objective.space, objective.rows
-        each = objective.scores(space.exact(rows, tried)) + lm_penalty
+        totals = objective.scores(space.exact(rows, tried)) + lm_penalty
         best = best_of_batch(Search(objective, config, []), tried, lm_penalty)
-        k = int(each.argmin())
+        k = int(totals.argmin())
         assert torch.equal(best.chosen_RX[0], tried[0, k])
-        assert float(best.apart_R + best.lm_penalty_R) == pytest.approx(float(each.min()), abs=1e-5)
+        assert float(best.apart_R + best.lm_penalty_R) == pytest.approx(
+            float(totals.min()), abs=1e-5
+        )
         equal = best_of_batch(Search(objective, config, []), tried[:, [3, 3]], torch.zeros(1, 2))
         assert torch.equal(equal.chosen_RX[0], tried[0, 3])
 
         now = space.exact(rows, tried[:, 5][:, None])
         changed = tried[:, 5][:, None].repeat(1, 30, 1, 1)
         changed[:, :, 1] = tried[:, :, 1]
-        each = objective.scores(space.exact(rows, changed)) + lm_penalty
+        totals = objective.scores(space.exact(rows, changed)) + lm_penalty
         own = rows.sequences_of([1])
         best = best_of_sequence(
             Search(objective, config, []),
@@ -288,7 +290,7 @@ def test_the_best_of_all_that_was_tried_is_chosen(small, observe, kind, inside):
             tried[:, :, 1],
             lm_penalty,
         )
-        assert torch.equal(best.chosen_RX[0], tried[0, int(each.argmin()), 1])
+        assert torch.equal(best.chosen_RX[0], tried[0, int(totals.argmin()), 1])
 
     inside(check, [without_null(truth.seen, model)], model, LAMP)
 
@@ -307,16 +309,16 @@ def test_the_prior_counts_as_the_mean_over_real_sequences(small, observe, inside
         ]
         prior, config = likes_rising, replace(config, lm_weight=0.5)
         judged = replace(objective, prior=prior)
-        found = lm_penalty(Search(judged, config, []), 0, ids[:, None, 0])
+        penalty = lm_penalty(Search(judged, config, []), 0, ids[:, None, 0])
         alone = prior.nll(ids[:, 0], objective.rows.mask_RBT[:, 0])
         assert alone.min() > 1
-        torch.testing.assert_close(found[:, 0], 0.5 * alone / torch.tensor([2.0, 1.0]))
+        torch.testing.assert_close(penalty[:, 0], 0.5 * alone / torch.tensor([2.0, 1.0]))
         assert not lm_penalty(
             Search(judged, replace(config, lm_weight=0.0), []), 0, ids[:, None, 0]
         ).any()
         assert not lm_penalty(Search(objective, config, []), 0, ids[:, None, 0]).any()
 
-    inside(check, [without_null(one, model) for one in seen], model, LAMP)
+    inside(check, [without_null(observation, model) for observation in seen], model, LAMP)
 
 
 def test_of_equally_distant_orders_the_one_that_the_prior_likes_is_chosen(
@@ -367,15 +369,15 @@ def test_wrong_orders_are_mended_by_the_gradient(small, observe, kind, inside):
 
     def check(objective, config, rng):
         ids = objective.rows.ids_RBT.clone()
-        for b, one in enumerate(truth.sequences):
-            ids[0, b, : len(one)] = torch.tensor(one)
+        for b, sequence in enumerate(truth.sequences):
+            ids[0, b, : len(sequence)] = torch.tensor(sequence)
         wrong = ids.clone()
         places = objective.rows.content(0, 0)
         wrong[0, 0, places[:2]] = ids[0, 0, places[:2]].flip(0)
         variables = objective.space.variables(objective.rows, wrong)
         assert not torch.equal(objective.nearest_tokens(variables), ids)
-        found = lamp.better_order(Search(objective, config, rng), variables)
-        assert torch.equal(objective.nearest_tokens(found), ids)
+        mended = lamp.better_order(Search(objective, config, rng), variables)
+        assert torch.equal(objective.nearest_tokens(mended), ids)
 
     inside(check, [without_null(truth.seen, model)], model, LAMP)
 
@@ -388,7 +390,7 @@ def run(attack, seen, model):
     (answer,) = attack.many(
         [seen], model, rngs=[stream(0, "lamp")], report=lambda _, how: reports.append(how)
     )
-    return answer, [one for one in reports if not one.phase]
+    return answer, [progress for progress in reports if not progress.phase]
 
 
 @pytest.mark.parametrize("discrete", ["during", "at-end", "never"])
@@ -419,9 +421,9 @@ def test_words_change_places_when_they_may(small, observe, monkeypatch, discrete
     assert len(expected) > 10
     assert moved == {"during": expected, "at-end": [52] * len(expected), "never": []}[discrete]
     assert answer.status == Status.RECOVERED
-    assert [one.step for one in reports] == [50, 52]
+    assert [progress.step for progress in reports] == [50, 52]
     assert reports[0].loss >= reports[1].loss
-    assert {one.steps for one in reports} == {52}
+    assert {progress.steps for progress in reports} == {52}
 
 
 @pytest.mark.core
@@ -432,8 +434,8 @@ def test_the_published_attack_finds_a_short_text(small, observe):
     answer, reports = run(attack, without_null(truth.seen, model), model)
     assert answer.sequences == tuple(truth.sequences)
     assert answer.verified
-    assert [one.step for one in reports] == [50, 100]
-    losses = [one.loss for one in reports]
+    assert [progress.step for progress in reports] == [50, 100]
+    losses = [progress.loss for progress in reports]
     assert losses == sorted(losses, reverse=True)
 
 
@@ -455,7 +457,9 @@ def test_a_prior_is_asked_for_by_name_and_given_to_the_algorithm(
     truth = observe(model, TEXTS[1:], granted=GRANTED)
     prior, loaded = likes_rising, []
     monkeypatch.setattr(
-        gradient_matching.priors, "load", lambda name, of: loaded.append((name, of)) or prior
+        gradient_matching.priors,
+        "load",
+        lambda name, for_model: loaded.append((name, for_model)) or prior,
     )
     given = []
 

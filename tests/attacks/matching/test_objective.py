@@ -32,16 +32,16 @@ def naive_loss(model, objective, variables_BTF, observed):
         token_BTV = share_BTM @ F.one_hot(ids_M, len(space.table_VD)).to(share_BTM)
         known_BTV = F.one_hot(rows.ids_RBT[0], len(space.table_VD)).to(share_BTM)
         target_BTV = torch.where(fixed_BT1, known_BTV, token_BTV)
-        each = -(target_BTV[:, 1:] * logits[:, :-1].log_softmax(-1)).sum(-1) * mask_BT[:, 1:]
-        loss = each.sum() / mask_BT[:, 1:].sum()
+        loss_BT = -(target_BTV[:, 1:] * logits[:, :-1].log_softmax(-1)).sum(-1) * mask_BT[:, 1:]
+        loss = loss_BT.sum() / mask_BT[:, 1:].sum()
     wanted = [table_MD if name == family.word_embedding else own[name] for name in observed]
-    found = torch.autograd.grad(loss, wanted, create_graph=True)
+    gradients = torch.autograd.grad(loss, wanted, create_graph=True)
     # Each table counts as a third of all tensors.
     tables = (family.word_embedding, family.position_embedding, family.token_type_embedding)
     weights = [len(observed) / 3 if name in tables else 1.0 for name in observed]
     terms = [
         weight * (1 - F.cosine_similarity(g.flatten(), o.flatten(), dim=0, eps=0))
-        for weight, g, o in zip(weights, found, observed.values(), strict=True)
+        for weight, g, o in zip(weights, gradients, observed.values(), strict=True)
     ]
     return sum(terms) / sum(weights)
 
@@ -63,15 +63,16 @@ def test_the_loss_of_a_mixture_is_that_of_formed_gradients(
             rows_MD = observed[family.word_embedding][objective.space.ids_RM[0]]
             observed[family.word_embedding] = rows_MD
         variables = random_variables(objective).requires_grad_()
-        found = objective.loss(variables)
+        loss_R = objective.loss(variables)
         expected = naive_loss(apart, objective, variables[0], observed)
-        torch.testing.assert_close(found[0], expected, atol=1e-5, rtol=0)
-        (grad,) = torch.autograd.grad(found.sum(), variables)
+        torch.testing.assert_close(loss_R[0], expected, atol=1e-5, rtol=0)
+        (grad,) = torch.autograd.grad(loss_R.sum(), variables)
         (expected_grad,) = torch.autograd.grad(expected, variables)
         size = expected_grad.norm()
         assert float((grad - expected_grad).norm() / size) < 1e-4
         assert torch.allclose(
-            objective.scores(objective.space.guess(objective.rows, variables[:, None]))[:, 0], found
+            objective.scores(objective.space.guess(objective.rows, variables[:, None]))[:, 0],
+            loss_R,
         )
 
     on_objective(check, [truth.seen], model)
@@ -126,11 +127,11 @@ def test_a_changed_sequence_is_scored_as_the_whole_batch_with_it(
             others = objective.other_sequences(now, b)
             # Also of sequences that are shorter than the longest.
             guess = whole.sequences([b], rows.sequences_of([b]).length)
-            found = objective.scores_of_sequence(guess, b, others)
-            torch.testing.assert_close(found, torch.cat(expected, 1), atol=2e-6, rtol=1e-5)
-            assert found.std(1).min() > 1e-4
+            scores = objective.scores_of_sequence(guess, b, others)
+            torch.testing.assert_close(scores, torch.cat(expected, 1), atol=2e-6, rtol=1e-5)
+            assert scores.std(1).min() > 1e-4
 
-    on_objective(check, [one.seen for one in truths], model, space=space)
+    on_objective(check, [truth.seen for truth in truths], model, space=space)
 
 
 def test_a_single_sequence_has_no_others(small, observe, on_objective, random_variables):
@@ -140,8 +141,8 @@ def test_a_single_sequence_has_no_others(small, observe, on_objective, random_va
     def check(objective):
         guess = objective.space.guess(objective.rows, random_variables(objective, 3))
         assert objective.other_sequences(guess, 0) is None
-        found = objective.scores_of_sequence(guess, 0, None)
-        torch.testing.assert_close(found, objective.scores(guess))
+        scores = objective.scores_of_sequence(guess, 0, None)
+        torch.testing.assert_close(scores, objective.scores(guess))
 
     on_objective(check, [truth.seen], model)
 
@@ -169,9 +170,9 @@ def test_a_smaller_and_shorter_batch_is_judged_as_if_it_were_alone(
         assert not torch.equal(variables[0, 0, :length, :size], variables_BTF[0])
         variables[0, 0, :length, :size] = variables_BTF[0, 0]
         variables.requires_grad_()
-        found = objective.loss(variables)
-        torch.testing.assert_close(found[0], distance[0], atol=2e-6, rtol=1e-5)
-        (grad,) = torch.autograd.grad(found.sum(), variables)
+        loss_R = objective.loss(variables)
+        torch.testing.assert_close(loss_R[0], distance[0], atol=2e-6, rtol=1e-5)
+        (grad,) = torch.autograd.grad(loss_R.sum(), variables)
         assert float((grad[0, 0, :length, :size] - grad_BTF[0, 0]).norm() / grad_BTF.norm()) < 1e-4
         assert not grad[0, 1].any()
         assert not grad[0, 0, length:].any()
@@ -201,7 +202,7 @@ def test_some_of_the_rows_are_judged_as_all_of_them_are(
             taken.nearest_tokens(variables[chosen]), objective.nearest_tokens(variables)[chosen]
         )
 
-    on_objective(check, [one.seen for one in truths], model)
+    on_objective(check, [truth.seen for truth in truths], model)
 
 
 def test_the_norm_that_is_aimed_at_is_the_mean_of_the_table(
@@ -213,10 +214,10 @@ def test_the_norm_that_is_aimed_at_is_the_mean_of_the_table(
     def check(objective):
         variables = random_variables(objective)
         norms = []
-        for b, one in enumerate(truth.sequences):
-            for t in range(len(one)):
+        for b, ids in enumerate(truth.sequences):
+            for t in range(len(ids)):
                 known = objective.rows.fixed_RBT[0, b, t]
-                x_D = objective.space.table_VD[one[t]] if known else variables[0, b, t]
+                x_D = objective.space.table_VD[ids[t]] if known else variables[0, b, t]
                 norms.append(x_D.norm())
         expected = (torch.stack(norms).mean() - objective.space.table_VD.norm(dim=1).mean()) ** 2
         torch.testing.assert_close(objective.norm_gap(variables)[0], expected)
@@ -288,13 +289,13 @@ def test_objectives_are_of_the_client_s_own_loss(model, observe, on_objective, t
         ids_RBT = true_ids(truth, objective)
         rows = objective.rows
         own = dict(apart.module.named_parameters())
-        found = objective.gradients(
+        gradients = objective.gradients(
             objective.space.exact(rows, ids_RBT[:, None]), rows, differentiable=False
         )
         loss = batch_loss(apart, ids_RBT[0], rows.mask_RBT[0], rows.labels_RB[0])
         biases = [name for name in list(objective.target.tensors) if own[name].dim() == 1]
         expected = torch.autograd.grad(loss, [own[name] for name in biases])
-        for name, one in zip(biases, expected, strict=True):
-            torch.testing.assert_close(found[name][0, 0], one, atol=1e-6, rtol=1e-4)
+        for name, expected_grad in zip(biases, expected, strict=True):
+            torch.testing.assert_close(gradients[name][0, 0], expected_grad, atol=1e-6, rtol=1e-4)
 
     on_objective(check, [truth.seen], model)

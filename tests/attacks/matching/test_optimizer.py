@@ -123,8 +123,8 @@ def test_a_row_whose_loss_is_not_a_number_takes_no_other_with_it():
 def test_the_best_row_of_each_victim_is_that_of_the_lowest_loss():
     ids = torch.arange(5)[:, None, None]
     loss = torch.tensor([3.0, torch.nan, 1.0, torch.inf, 2.0])
-    found = best_of_each(torch.tensor([0, 1, 0, 1, 1]), ids, loss)
-    assert [(one.row_index, one.loss, int(one.ids_BT)) for one in found] == [
+    best_rows = best_of_each(torch.tensor([0, 1, 0, 1, 1]), ids, loss)
+    assert [(row.row_index, row.loss, int(row.ids_BT)) for row in best_rows] == [
         (2, 1.0, 2),
         (4, 2.0, 4),
     ]

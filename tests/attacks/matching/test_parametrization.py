@@ -79,11 +79,11 @@ def test_a_guess_that_is_sure_of_tokens_is_as_far_as_the_tokens_are(
                     exact.mixture_RKBTM.sum(-1)[:, 0].tolist()
                     == (~objective.rows.fixed_RBT).float().tolist()
                 )
-            found = objective.loss(variables.clone().requires_grad_()).detach()
-            torch.testing.assert_close(found, objective.scores(exact)[:, 0], atol=1e-6, rtol=1e-5)
+            loss_R = objective.loss(variables.clone().requires_grad_()).detach()
+            torch.testing.assert_close(loss_R, objective.scores(exact)[:, 0], atol=1e-6, rtol=1e-5)
         right = objective.scores(objective.space.exact(objective.rows, ids_RBT[:, None]))
         assert right.abs().max() < 1e-6 or space == "free"
-        assert right.item() < 0.1 * found.item()
+        assert right.item() < 0.1 * loss_R.item()
 
     on_objective(check, [truth.seen], model, space=space)
 
@@ -95,7 +95,7 @@ def test_a_mixture_is_read_with_every_token_of_the_bag(
 
     def check(objective):
         bag = set(objective.space.ids_RM[0].tolist())
-        content = {t for one in truth.sequences for t in one} - model.special_ids()
+        content = {t for ids in truth.sequences for t in ids} - model.special_ids()
         assert bag == content
         variables_RKBTM = random_variables(objective, 20)
         variables_RKBTM[:, :10] = variables_RKBTM[:, :10, ..., :1] * 100  # all want one token
@@ -140,12 +140,12 @@ def test_the_nearest_token_is_that_of_the_largest_cosine_that_is_allowed(
         space, rows = objective.space, objective.rows
         allowed = space.allowed_M[::7]
         variables = random_variables(objective, 2)
-        found = replace(space, allowed_M=allowed).nearest_tokens(rows, variables)
+        nearest = replace(space, allowed_M=allowed).nearest_tokens(rows, variables)
         for k in range(2):
             for t in rows.content(0, 0):
                 x_D = variables[0, k, 0, t]
                 apart = F.cosine_similarity(space.table_VD[allowed], x_D[None])
-                assert found[0, k, 0, t] == allowed[apart.argmax()]
+                assert nearest[0, k, 0, t] == allowed[apart.argmax()]
 
     on_objective(check, [truth.seen], model, space="free")
 

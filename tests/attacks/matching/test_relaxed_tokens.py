@@ -51,10 +51,10 @@ def run(attack, seen, model):
         [seen], model, rngs=[stream(0, "attack")], report=lambda _, how: reports.append(how)
     )
     json.dumps(asdict(answer), allow_nan=False)
-    steps = [one.step for one in reports]
+    steps = [progress.step for progress in reports]
     assert steps == sorted(steps)
-    reports = [one for one in reports if not one.phase]
-    losses = [one.loss for one in reports]
+    reports = [progress for progress in reports if not progress.phase]
+    losses = [progress.loss for progress in reports]
     assert losses == sorted(losses, reverse=True)
     return answer, reports
 
@@ -87,7 +87,7 @@ def test_a_whole_update_gives_its_batch_away_with_a_proof(small, observe, kind, 
     assert sorted(answer.sequences) == sorted(truth.sequences)
     assert answer.verified
     assert max(answer.evidence) < rounding(truth.seen)
-    assert answer.tokens == tuple(sorted({t for one in truth.sequences for t in one}))
+    assert answer.tokens == tuple(sorted({t for ids in truth.sequences for t in ids}))
     null = model.family.null_parameters(truth.seen.update.tensors)
     assert answer.diagnostics["left_out"] == len(null)
 
@@ -123,12 +123,12 @@ def test_victims_of_one_call_may_have_batches_of_one_size(small, observe):
     model = small("bert")
     truths = [observe(model, BATCHES[name], granted=GRANTED) for name in ("one text", "one token")]
     answers = ATTACKS["lamp"].many(
-        [one.seen for one in truths],
+        [truth.seen for truth in truths],
         model,
         rngs=[stream(0, "a", i) for i in range(2)],
         report=lambda *_: None,
     )
-    assert [one.sequences for one in answers] == [tuple(one.sequences) for one in truths]
+    assert [answer.sequences for answer in answers] == [tuple(truth.sequences) for truth in truths]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids="-".join)
@@ -145,8 +145,8 @@ def test_a_sentence_that_fills_up_a_smaller_batch_is_left_alone(
         for r, truth in enumerate((small_one, large_one)):
             ids[r] = true_ids(truth, objective)[r]
         variables = objective.space.variables(objective.rows, ids)
-        found, score_R = relaxed_tokens.improved(Search(objective, config, rng), variables)
-        assert torch.equal(found, ids)
+        improved_ids, score_R = relaxed_tokens.improved(Search(objective, config, rng), variables)
+        assert torch.equal(improved_ids, ids)
         assert (score_R < objective.exact_R).all()
 
     inside(check, [small_one.seen, large_one.seen], model, Lamp(starts=1))
@@ -198,8 +198,8 @@ def test_a_changed_update_is_answered_with_numbers(small, observe, defense, atta
         options["guesses"] = 2
     answer, reports = run(replace(ATTACKS[attack], **options), seen, model)
     assert answer.status == Status.RECOVERED
-    assert [len(one) for one in answer.sequences] == [len(one) for one in truth.sequences]
-    assert all(torch.tensor(one.loss).isfinite() for one in reports)
+    assert [len(ids) for ids in answer.sequences] == [len(ids) for ids in truth.sequences]
+    assert all(torch.tensor(progress.loss).isfinite() for progress in reports)
     tensors = seen.update.tensors
     null = set() if preset == "faithful" else model.family.null_parameters(tensors)
     zero = {name for name, value in tensors.items() if not value.any()}
@@ -273,8 +273,8 @@ def test_several_local_steps_are_matched_as_the_sum_of_their_gradients(small, ki
 
     def check(objective, config, rng):
         ids = objective.rows.ids_RBT.clone()
-        for b, one in enumerate(sequences):
-            ids[0, b, : len(one)] = torch.tensor(one)
+        for b, sequence in enumerate(sequences):
+            ids[0, b, : len(sequence)] = torch.tensor(sequence)
         # A squared distance knows sizes: that of four gradients would be 9 times as far.
         exact = objective.space.exact(objective.rows, ids[:, None])
         assert float(objective.scores(exact)) < 0.05
@@ -345,8 +345,8 @@ def test_words_change_places_when_they_may(small, observe, monkeypatch, discrete
     assert 8 % every == 0
     rounds = range(0, 9, every)
     assert set(changes) == {"during": {*rounds[1:]}, "at-end": {8}, "never": set()}[discrete]
-    assert {one.step for one in reports} == {*rounds}
-    assert {one.steps for one in reports} == {8}
+    assert {progress.step for progress in reports} == {*rounds}
+    assert {progress.steps for progress in reports} == {8}
 
 
 @pytest.mark.parametrize("discrete", ["during", "at-end", "never"])
@@ -366,20 +366,20 @@ def test_out_of_time_the_best_so_far_is_the_answer(small, observe, monkeypatch):
     truth = observe(model, BATCHES["two texts"], granted=GRANTED)
     seen = changed(truth.seen, GaussianNoise(sigma=0.05))
     answer, reports = run(Lamp(seconds=1e-9, starts=1, guesses=1), seen, model)
-    assert {one.step for one in reports} == {0}
+    assert {progress.step for progress in reports} == {0}
     assert answer.status == Status.RECOVERED
-    text = " / ".join(model.decode(one) for one in answer.sequences)
+    text = " / ".join(model.decode(ids) for ids in answer.sequences)
     assert reports[-1].text == text
 
 
 def test_time_may_run_out_within_a_round(small, observe, monkeypatch):
     model = small("bert")
     truth = observe(model, BATCHES["two texts"], granted=GRANTED)
-    asked, stepped, step = [], [], Descent.step
+    polls, stepped, step = [], [], Descent.step
 
     class Runs(gradient_matching.Watch):
         def up(self, step=0.0):
-            asked.append(1)
+            polls.append(1)
             return bool(stepped)
 
     def counting(self, loss):
@@ -393,7 +393,7 @@ def test_time_may_run_out_within_a_round(small, observe, monkeypatch):
     assert answer.status == Status.RECOVERED
     assert len(stepped) == 1
     # What that step led to is looked at.
-    assert [one.step for one in reports] == [0, attack.method().config.every]
+    assert [progress.step for progress in reports] == [0, attack.method().config.every]
 
 
 def test_of_equally_distant_texts_the_prior_decides(small, observe, inside, true_ids, likes_rising):
@@ -402,7 +402,7 @@ def test_of_equally_distant_texts_the_prior_decides(small, observe, inside, true
 
     def check(objective, config, rng):
         def flat(gradients, target):
-            parts = next(one for one in gradients.values() if isinstance(one, tuple))
+            parts = next(gradient for gradient in gradients.values() if isinstance(gradient, tuple))
             return torch.full((1, parts[-1].left_RKNX.shape[1]), 0.5)
 
         ids = true_ids(truth, objective)
@@ -413,8 +413,10 @@ def test_of_equally_distant_texts_the_prior_decides(small, observe, inside, true
         kept, score = relaxed_tokens.improved(Search(same, config, rng), variables)
         assert torch.equal(kept, ids)
         assert score.tolist() == [0.5]
-        found, score = relaxed_tokens.improved(Search(judged, config, rng), variables)
-        fewer = sum(int(rising.nll(found[:, b], objective.rows.mask_RBT[:, b])) for b in range(2))
+        improved_ids, score = relaxed_tokens.improved(Search(judged, config, rng), variables)
+        fewer = sum(
+            int(rising.nll(improved_ids[:, b], objective.rows.mask_RBT[:, b])) for b in range(2)
+        )
         before = sum(int(rising.nll(ids[:, b], objective.rows.mask_RBT[:, b])) for b in range(2))
         assert fewer < before
         assert float(score) == pytest.approx(0.5 + fewer / 2)
@@ -447,9 +449,9 @@ def test_wrong_tokens_and_wrong_orders_are_mended_by_the_gradient(
             # A token that is missing would be read into its place at once.
             if torch.equal(objective.nearest_tokens(variables), ids):
                 continue
-            found, score = relaxed_tokens.improved(Search(objective, config, rng), variables)
+            improved_ids, score = relaxed_tokens.improved(Search(objective, config, rng), variables)
             # Texts of one class and length are interchangeable.
-            assert sorted(found[0].tolist()) == sorted(ids[0].tolist())
+            assert sorted(improved_ids[0].tolist()) == sorted(ids[0].tolist())
             assert float(score) < float(objective.exact_R)
 
     inside(check, [truth.seen], model, Lamp(starts=1))
@@ -472,21 +474,24 @@ def test_what_is_tried_has_the_present_first_and_keeps_what_is_known(
             assert torch.equal(tried[0], ids[0, b])
             fixed = rows.fixed_RBT[0, b]
             assert torch.equal(tried[:, fixed], ids[0, b, fixed].expand(len(tried), -1))
-            content = [tuple(one) for one in tried[:, ~fixed].tolist()]
+            content = [tuple(candidate) for candidate in tried[:, ~fixed].tolist()]
             now = content[0]
-            orders = [one for one in content if sorted(one) == sorted(now)]
-            others = [one for one in content if sorted(one) != sorted(now)]
+            orders = [candidate for candidate in content if sorted(candidate) == sorted(now)]
+            others = [candidate for candidate in content if sorted(candidate) != sorted(now)]
             assert 1 < len(orders) <= config.orders + 1
             assert 0 < len(others) <= config.orders
             assert len(set(others)) == len(others)
-            assert all(sum(x != y for x, y in zip(one, now, strict=True)) == 1 for one in others)
-            assert {token for one in content for token in one} <= bag
+            assert all(
+                sum(x != y for x, y in zip(candidate, now, strict=True)) == 1
+                for candidate in others
+            )
+            assert {token for candidate in content for token in candidate} <= bag
         both = relaxed_tokens.exchange_candidates(Search(objective, config, rng), ids)[0]
         assert torch.equal(both[0], ids[0])
         tokens = ids.flatten().sort().values
-        for one in both:
-            assert torch.equal(one.flatten().sort().values, tokens)
-            assert torch.equal(one[rows.fixed_RBT[0]], ids[0][rows.fixed_RBT[0]])
+        for candidate in both:
+            assert torch.equal(candidate.flatten().sort().values, tokens)
+            assert torch.equal(candidate[rows.fixed_RBT[0]], ids[0][rows.fixed_RBT[0]])
         assert 1 < len(both) <= 2 * config.orders + 1
 
     inside(check, [truth.seen], model, Lamp(starts=1))
@@ -497,7 +502,7 @@ def test_whole_sentences_are_exchanged_only_if_they_differ_in_class(
 ):
     model = small("bert")
     truth = observe(model, ["it is over now", "is it over now"], granted=GRANTED)
-    assert len({len(one) for one in truth.sequences}) == 1
+    assert len({len(ids) for ids in truth.sequences}) == 1
 
     def check(objective, config, rng):
         ids = true_ids(truth, objective)
@@ -507,7 +512,7 @@ def test_whole_sentences_are_exchanged_only_if_they_differ_in_class(
             tried = relaxed_tokens.exchange_candidates(
                 Search(replace(objective, rows=labelled), config, rng), ids
             )[0]
-            assert any(torch.equal(one, whole) for one in tried) is there
+            assert any(torch.equal(candidate, whole) for candidate in tried) is there
 
     inside(check, [truth.seen], model, Lamp(starts=1))
 
@@ -518,24 +523,24 @@ def test_what_becomes_of_a_row_does_not_depend_on_the_others(small, observe, ins
 
     def check(objective, config, rng):
         # The first has nothing to find, the second much.
-        ids = torch.cat([true_ids(one, objective)[r : r + 1] for r, one in enumerate(truths)])
+        ids = torch.cat([true_ids(truth, objective)[r : r + 1] for r, truth in enumerate(truths)])
         free_BT = ~objective.rows.fixed_RBT[1]
         ids[1][free_BT] = ids[1][free_BT].flip(0)
         variables = objective.space.variables(objective.rows, ids)
-        states = [one.get_state() for one in rng]
+        states = [generator.get_state() for generator in rng]
         both, score_R = relaxed_tokens.improved(Search(objective, config, rng), variables)
         assert torch.equal(both[0], ids[0])
         assert not torch.equal(both[1], ids[1])
-        for r, (one, was) in enumerate(zip(rng, states, strict=True)):
-            one.set_state(was)
+        for r, (generator, was) in enumerate(zip(rng, states, strict=True)):
+            generator.set_state(was)
             chosen = torch.tensor([r])
             alone, score = relaxed_tokens.improved(
-                Search(objective.take(chosen), config, [one]), variables[chosen]
+                Search(objective.take(chosen), config, [generator]), variables[chosen]
             )
             assert torch.equal(alone[0], both[r])
             assert float(score) == pytest.approx(float(score_R[r]), abs=1e-5)
 
-    inside(check, [one.seen for one in truths], model, Lamp(starts=1))
+    inside(check, [truth.seen for truth in truths], model, Lamp(starts=1))
 
 
 # --- precision --------------------------------------------------------------------------------
@@ -550,8 +555,8 @@ def test_evidence_is_in_full_precision_also_where_the_search_is_not(small, obser
     def check(objective, config, rng):
         assert objective.rough is None
         ids = objective.rows.ids_RBT.clone()
-        for b, one in enumerate(rough.sequences):
-            ids[0, b, : len(one)] = torch.tensor(one)
+        for b, sequence in enumerate(rough.sequences):
+            ids[0, b, : len(sequence)] = torch.tensor(sequence)
         fine = objective.scores(objective.space.exact(objective.rows, ids[:, None]))
         assert rough.evidence == (pytest.approx(float(fine[0, 0]), abs=1e-6),) * 2
 
@@ -604,7 +609,7 @@ def test_a_distance_below_rounding_is_not_taken_for_equal_gradients(
             objective, distance=lambda gradients, target: 0 * squared(gradients, target)
         )
         steps = []
-        watch = Watch(Clock(None), lambda step, phase, found: steps.append(step))
+        watch = Watch(Clock(None), lambda step, phase, guesses: steps.append(step))
         never = replace(config, steps=3, every=1, discrete_at="never")
         with pytest.MonkeyPatch.context() as patch:
             variables = 3.0 * (wrong[..., None] == objective.space.ids_RM[:, None, None])

@@ -77,17 +77,17 @@ def test_a_move_keeps_the_order_of_the_block_and_of_the_rest(block):
 
 @pytest.mark.parametrize("length", range(6))
 def test_nearby_orders_are_what_one_swap_or_one_move_makes_and_nothing_else(length):
-    found = every(length)
+    orders = every(length)
     expected = {p for p in permutations(range(length)) if is_swap(p) or is_move(p)}
-    assert len(found) == len(expected)
-    assert set(found) == expected
+    assert len(orders) == len(expected)
+    assert set(orders) == expected
 
 
 @given(LENGTHS, st.integers(0, 60), st.integers(0, 10**6))
 def test_of_many_nearby_orders_some_are_drawn(length, most, seed):
-    found = reorderings.nearby(length, most, torch.Generator().manual_seed(seed))
-    assert len(found) == len(set(found)) == min(most, len(every(length)))
-    assert set(found) <= set(every(length))
+    orders = reorderings.nearby(length, most, torch.Generator().manual_seed(seed))
+    assert len(orders) == len(set(orders)) == min(most, len(every(length)))
+    assert set(orders) <= set(every(length))
 
 
 def test_any_of_them_is_drawn_as_often():
@@ -99,23 +99,23 @@ def test_any_of_them_is_drawn_as_often():
 
 
 def test_the_orders_of_a_long_text_need_no_list_of_all():
-    found = reorderings.nearby(300, 50, torch.Generator().manual_seed(0))
-    assert len(set(found)) == 50
-    assert all(is_permutation(order, 300) for order in found)
+    orders = reorderings.nearby(300, 50, torch.Generator().manual_seed(0))
+    assert len(set(orders)) == 50
+    assert all(is_permutation(order, 300) for order in orders)
 
 
 @given(LENGTHS, st.integers(1, 60), st.integers(0, 10**6))
 def test_drawn_orders_are_distinct_and_some_of_all(length, draws, seed):
-    found = reorderings.sampled(length, draws, torch.Generator().manual_seed(seed))
-    assert found[0] == tuple(range(length))
-    assert len(found) == len(set(found)) <= draws
-    assert set(found[1:]) <= set(every(length))
+    orders = reorderings.sampled(length, draws, torch.Generator().manual_seed(seed))
+    assert orders[0] == tuple(range(length))
+    assert len(orders) == len(set(orders)) <= draws
+    assert set(orders[1:]) <= set(every(length))
 
 
 @pytest.mark.parametrize("length", [2, 3, 4])
 def test_enough_draws_find_every_order(length):
-    found = reorderings.sampled(length, 3000, torch.Generator().manual_seed(0))
-    assert set(found[1:]) == set(every(length))
+    orders = reorderings.sampled(length, 3000, torch.Generator().manual_seed(0))
+    assert set(orders[1:]) == set(every(length))
 
 
 @given(st.integers(2, 9), st.integers(0, 10**6))
@@ -152,21 +152,21 @@ def test_an_order_moves_content_and_nothing_else(sentence):
     ids_T = torch.arange(100, 100 + length)
     order_KT = orders_tensor(orders, places, length)
     assert order_KT.shape == (len(orders), length)
-    for order, found in zip(orders, ids_T[order_KT].tolist(), strict=True):
+    for order, moved_ids in zip(orders, ids_T[order_KT].tolist(), strict=True):
         expected = ids_T.tolist()
         for i, place in enumerate(places):
             expected[place] = 100 + places[order[i]]
-        assert found == expected
+        assert moved_ids == expected
 
 
 def test_numbers_at_a_place_go_where_their_token_goes():
     variables_RBTF = torch.randn(2, 2, 4, 3, generator=torch.Generator().manual_seed(0))
     order_RBT = torch.tensor([[[0, 2, 1, 3], [3, 2, 1, 0]], [[0, 1, 2, 3], [1, 2, 3, 0]]])
-    found = reordered(variables_RBTF, order_RBT)
+    moved_RBTF = reordered(variables_RBTF, order_RBT)
     for r in range(2):
         for b in range(2):
             for t in range(4):
-                assert torch.equal(found[r, b, t], variables_RBTF[r, b, order_RBT[r, b, t]])
+                assert torch.equal(moved_RBTF[r, b, t], variables_RBTF[r, b, order_RBT[r, b, t]])
 
 
 def test_a_row_with_fewer_guesses_repeats_its_first():

@@ -21,13 +21,13 @@ def _still(monkeypatch):
     monkeypatch.setattr(clock, "now", lambda: 0.0)
 
 
-def victim(shapes, told):
-    each = [Shape((length,), (0,)) for length in range(3, 3 + shapes)]
-    return SimpleNamespace(shapes=Shapes(each, told))
+def victim(shapes, lengths_known):
+    possible_shapes = [Shape((length,), (0,)) for length in range(3, 3 + shapes)]
+    return SimpleNamespace(shapes=Shapes(possible_shapes, lengths_known))
 
 
 @pytest.mark.parametrize(
-    ("seconds", "told", "rows"),
+    ("seconds", "lengths_known", "rows"),
     [
         (None, False, range(16)),
         (1000, False, range(16)),
@@ -38,8 +38,8 @@ def victim(shapes, told):
         (2, True, []),
     ],
 )
-def test_a_search_has_as_many_rows_as_its_time_holds_steps_of(seconds, told, rows):
-    assert rows_in_time([victim(8, told)], 2, 1.0, Clock(seconds)) == [*rows]
+def test_a_search_has_as_many_rows_as_its_time_holds_steps_of(seconds, lengths_known, rows):
+    assert rows_in_time([victim(8, lengths_known)], 2, 1.0, Clock(seconds)) == [*rows]
 
 
 def test_victims_share_the_time():
@@ -56,17 +56,17 @@ def test_random_starts_take_no_more_than_a_part_of_the_time():
 def test_a_step_is_measured_only_where_time_is_short(small, observe, monkeypatch):
     model = small("bert", width=16)
     seen = observe(model, ["she told us"]).seen
-    asked = []
+    measurements = []
 
     def measured(*arguments):
-        asked.append(arguments)
+        measurements.append(arguments)
         return 1.0
 
     monkeypatch.setattr(gradient_matching, "seconds_of_step", measured)
     for seconds, calls in ((None, 0), (100.0, 1), (1.0, 2)):
         attack = Dlg(steps=1, starts=1, seconds=seconds)
         answer = attack(seen, model, rng=stream(0, "dlg"))
-        assert len(asked) == calls
+        assert len(measurements) == calls
     assert answer.status == Status.ABSTAINED
     assert answer.diagnostics == {"time_up": True}
 
@@ -76,9 +76,9 @@ def test_the_measured_step_is_that_of_the_largest_row(small, observe, monkeypatc
     seen = observe(model, ["she told us that it is over"] * 2, granted=("lengths",)).seen
     steps = iter(range(100))
     monkeypatch.setattr(clock, "now", lambda: float(next(steps)))
-    asked = []
+    step_seconds = []
     monkeypatch.setattr(
-        gradient_matching, "rows_in_time", lambda _, starts, step, clock: asked.append(step)
+        gradient_matching, "rows_in_time", lambda _, starts, step, clock: step_seconds.append(step)
     )
     Dlg(steps=1, seconds=50.0)(seen, model, rng=torch.Generator())
-    assert asked == [1.0]
+    assert step_seconds == [1.0]

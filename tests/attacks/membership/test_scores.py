@@ -34,8 +34,8 @@ def gradient_of(model, example, names):
     labels = None if model.task == CAUSAL_LM else torch.tensor([example.label])
     loss = batch_loss(model, ids, torch.ones_like(ids), labels)
     own = dict(model.module.named_parameters())
-    found = torch.autograd.grad(loss, [own[name] for name in names])
-    return dict(zip(names, found, strict=True))
+    gradients = torch.autograd.grad(loss, [own[name] for name in names])
+    return dict(zip(names, gradients, strict=True))
 
 
 def examples_of(model, texts):
@@ -72,7 +72,7 @@ def test_the_statistic_is_that_of_the_whole_covariance(small, observe, texts, bu
     others = [observed_of(texts[10:12]), observed_of(texts[12:15])]
     few = seen.update.tensors
     examples = examples_of(model, texts[:9])
-    asked, public = examples[:5], examples[5:]
+    queried, public = examples[:5], examples[5:]
     names, observed = compared(model, few), as_gradient(seen)
     rows = [gradient_of(model, example, names) for example in examples]
     ratio_K, variance_K = torch.zeros(2, 5, dtype=torch.float64)
@@ -111,7 +111,7 @@ def test_the_statistic_is_that_of_the_whole_covariance(small, observe, texts, bu
         mean_X = (others_UX / others_UX.norm(dim=1, keepdim=True)).mean(0) * u_X.norm()
         null_K += g_KX @ torch.linalg.solve(s_XX, mean_X)
         variance_K += (g_KX * torch.linalg.solve(s_XX, g_KX.T).T).sum(1)
-    answer, *_ = statistics(model, [asked, asked[:1], asked[:2]], public, [seen, *others])
+    answer, *_ = statistics(model, [queried, queried[:1], queried[:2]], public, [seen, *others])
     assert answer.public == 4
     expected_K = ratio_K / variance_K.sqrt()
     torch.testing.assert_close(answer.residual_K, expected_K, rtol=2e-2, atol=2e-2)
@@ -197,18 +197,18 @@ def test_fewer_public_texts_are_used_where_there_is_no_room(small, observe, text
 def test_a_loss_is_that_of_one_text_before_and_after_a_step(small, observe, texts, built):
     model = small(*built)
     truth = observe(model, 3, granted=("candidates",), learning_rate=0.5)
-    found = Membership()(truth.seen, model, rng=stream(0))
+    answer = Membership()(truth.seen, model, rng=stream(0))
     gradient = as_gradient(truth.seen)
     before = {name: value.clone() for name, value in model.parameters().items()}
 
     def losses():
-        each = []
-        for one in truth.candidates.listed:
-            ids = torch.tensor([one.ids])
-            labels = None if model.task == CAUSAL_LM else torch.tensor([one.label])
+        text_losses = []
+        for example in truth.candidates.listed:
+            ids = torch.tensor([example.ids])
+            labels = None if model.task == CAUSAL_LM else torch.tensor([example.label])
             with torch.no_grad():
-                each.append(float(batch_loss(model, ids, torch.ones_like(ids), labels)))
-        return torch.tensor(each)
+                text_losses.append(float(batch_loss(model, ids, torch.ones_like(ids), labels)))
+        return torch.tensor(text_losses)
 
     old = losses()
     for name, value in model.parameters().items():
@@ -216,8 +216,8 @@ def test_a_loss_is_that_of_one_text_before_and_after_a_step(small, observe, text
     new = losses()
     for name, value in model.parameters().items():
         value.copy_(before[name])
-    torch.testing.assert_close(torch.tensor(found.scores["loss"]), -old, atol=1e-4, rtol=1e-4)
-    drop = torch.tensor(found.scores["loss_drop"])
+    torch.testing.assert_close(torch.tensor(answer.scores["loss"]), -old, atol=1e-4, rtol=1e-4)
+    drop = torch.tensor(answer.scores["loss_drop"])
     torch.testing.assert_close(drop, old - new, atol=1e-4, rtol=1e-3)
 
 
@@ -226,11 +226,11 @@ def test_it_ranks_the_texts_of_the_batch_first_where_the_plain_cosine_does_not(s
     model = small("bert")
     texts = ["she told us that", "nobody knows it"]
     truth = observe(model, texts, [1, 1], granted=("candidates",))
-    found = Membership()(truth.seen, model, rng=stream(0))
+    answer = Membership()(truth.seen, model, rng=stream(0))
 
     def gap(name):
-        each = list(zip(found.scores[name], truth.inside, strict=True))
-        return min(s for s, i in each if i) - max(s for s, i in each if not i)
+        scored = list(zip(answer.scores[name], truth.inside, strict=True))
+        return min(s for s, i in scored if i) - max(s for s, i in scored if not i)
 
     assert gap("residual") > max(0.0, gap("cosine"))
 

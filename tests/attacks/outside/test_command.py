@@ -65,11 +65,11 @@ def test_it_gets_the_update_the_knowledge_and_the_model(program, seen, bert_tiny
         'answer.write_text(json.dumps({"format": "fedleak-answer", "version": 1, '
         '"status": "recovered", "sequences": ["she said so", [2, 5, 3]], "evidence": [0.5, 1]}))'
     )
-    found = answered(attack, seen.seen, bert_tiny)
-    assert found.status == Status.RECOVERED
-    assert found.sequences == (tuple(bert_tiny.encode(["she said so"])[0]), (2, 5, 3))
-    assert found.evidence == (0.5, 1)
-    assert not found.verified
+    answer = answered(attack, seen.seen, bert_tiny)
+    assert answer.status == Status.RECOVERED
+    assert answer.sequences == (tuple(bert_tiny.encode(["she said so"])[0]), (2, 5, 3))
+    assert answer.evidence == (0.5, 1)
+    assert not answer.verified
 
     table = json.loads((kept / "observation.json").read_text())
     assert table["knowledge"] == {
@@ -108,13 +108,13 @@ def test_it_gets_nothing_that_names_the_run(program, seen, bert_tiny, monkeypatc
         "'status': 'abstained', 'diagnostics': said}))",
         environment=["MINE"],
     )
-    said = answered(attack, seen.seen, bert_tiny).diagnostics
-    assert "/secret" not in json.dumps(said)
-    assert said["environment"]["MINE"] == "passed on"
-    assert said["environment"]["OMP_NUM_THREADS"] == os.environ.get("OMP_NUM_THREADS", "1")
-    assert Path(said["cwd"]) != tmp_path
-    assert not Path(said["cwd"]).exists(), "the folder is left behind"
-    assert said["files"] == [
+    diagnostics = answered(attack, seen.seen, bert_tiny).diagnostics
+    assert "/secret" not in json.dumps(diagnostics)
+    assert diagnostics["environment"]["MINE"] == "passed on"
+    assert diagnostics["environment"]["OMP_NUM_THREADS"] == os.environ.get("OMP_NUM_THREADS", "1")
+    assert Path(diagnostics["cwd"]) != tmp_path
+    assert not Path(diagnostics["cwd"]).exists(), "the folder is left behind"
+    assert diagnostics["files"] == [
         "observation",
         "observation/model",
         *(
@@ -217,12 +217,12 @@ WRONG = {
 @pytest.mark.parametrize("case", WRONG)
 def test_an_answer_that_is_none_is_a_failure_with_its_reason(case, program, seen, bert_tiny):
     source, reason = WRONG[case]
-    found = answered(program(source), seen.seen, bert_tiny)
-    assert found.status == Status.FAILED
-    assert reason in found.reason
-    assert "\n" not in found.reason
-    assert found.sequences is None
-    assert found.tokens is None
+    answer = answered(program(source), seen.seen, bert_tiny)
+    assert answer.status == Status.FAILED
+    assert reason in answer.reason
+    assert "\n" not in answer.reason
+    assert answer.sequences is None
+    assert answer.tokens is None
 
 
 REFUSED = {
@@ -237,11 +237,11 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_no_attack_may_answer_a_program_may_not(case, program, seen, bert_tiny):
-    said, reason = REFUSED[case]
-    source = f"""answer.write_text('{{{START}, "status": "recovered", {said}}}')"""
-    found = answered(program(source), seen.seen, bert_tiny)
+    claim, reason = REFUSED[case]
+    source = f"""answer.write_text('{{{START}, "status": "recovered", {claim}}}')"""
+    answer = answered(program(source), seen.seen, bert_tiny)
     with pytest.raises(InvalidAnswerError, match=reason):
-        checked(found, vocabulary=2000, longest=bert_tiny.max_length, examples=2)
+        checked(answer, vocabulary=2000, longest=bert_tiny.max_length, examples=2)
 
 
 # --- when it ends ---------------------------------------------------------------------------------
@@ -250,8 +250,8 @@ def test_what_no_attack_may_answer_a_program_may_not(case, program, seen, bert_t
 def test_a_failure_says_the_last_line(program, seen, bert_tiny):
     noise = "print('x' * 10**7); print('y' * 10**7, file=sys.stderr)"
     attack = program(f"{noise}; print('no such GPU', file=sys.stderr); sys.exit(3)")
-    found = answered(attack, seen.seen, bert_tiny)
-    assert (found.status, found.reason) == (
+    answer = answered(attack, seen.seen, bert_tiny)
+    assert (answer.status, answer.reason) == (
         Status.FAILED,
         "outside program: exit status 3: no such GPU",
     )
@@ -259,9 +259,9 @@ def test_a_failure_says_the_last_line(program, seen, bert_tiny):
 
 def test_an_answer_of_a_program_that_failed_does_not_count(program, seen, bert_tiny):
     source = f"""answer.write_text('{{{START}, "status": "recovered", "tokens": [5]}}')"""
-    found = answered(program(f"{source}\nos.abort()"), seen.seen, bert_tiny)
-    assert found.status == Status.FAILED
-    assert "exit status 134" in found.reason
+    answer = answered(program(f"{source}\nos.abort()"), seen.seen, bert_tiny)
+    assert answer.status == Status.FAILED
+    assert "exit status 134" in answer.reason
 
 
 def test_after_its_time_it_ends_with_all_that_it_started(program, seen, bert_tiny, tmp_path):
@@ -273,8 +273,8 @@ def test_after_its_time_it_ends_with_all_that_it_started(program, seen, bert_tin
         seconds=1.5,
     )
     start = time.monotonic()
-    found = answered(attack, seen.seen, bert_tiny)
-    assert found.reason == "outside program: took longer than seconds = 1.5"
+    answer = answered(attack, seen.seen, bert_tiny)
+    assert answer.reason == "outside program: took longer than seconds = 1.5"
     assert time.monotonic() - start < 15
     assert all(gone(int(pid)) for pid in note.read_text().split())
 

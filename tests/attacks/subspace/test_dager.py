@@ -59,7 +59,7 @@ def answer_of(model, seen, attack=None):
     assert len(answer.evidence) == len(answer.margins) == len(answer.sequences or ())
     if answer.status == Status.RECOVERED:
         assert answer.sequences
-        assert answer.tokens == tuple(sorted({t for one in answer.sequences for t in one}))
+        assert answer.tokens == tuple(sorted({t for ids in answer.sequences for t in ids}))
     if answer.verified:
         assert len(answer.sequences) == seen.update.num_examples
         assert certificate.proves(model, answer.sequences, seen), "a worker would not believe it"
@@ -69,7 +69,7 @@ def answer_of(model, seen, attack=None):
 def scored(model, truth):
     """The tokens that something flows through: the last target is no input."""
     end = -1 if model.task == CAUSAL_LM else None
-    return sorted(tuple(one[:end]) for one in truth.sequences)
+    return sorted(tuple(ids[:end]) for ids in truth.sequences)
 
 
 def assert_exact(answer, model, truth):
@@ -99,15 +99,15 @@ def test_attending_with_shared_keys_is_full_softmax_attention(past, prefixes, ca
     rng = torch.Generator().manual_seed(seed % 2**40)
     q, k, v = (torch.randn(candidates, h, 5, generator=rng) for _ in range(3))
     past_k, past_v = (torch.randn(prefixes, past, h, 5, generator=rng) for _ in range(2))
-    found = attend_next(q, k, v, past_k, past_v)
-    assert found.shape == (prefixes, candidates, h * 5)
+    attended = attend_next(q, k, v, past_k, past_v)
+    assert attended.shape == (prefixes, candidates, h * 5)
     for b, n in itertools.product(range(prefixes), range(candidates)):
         for head in range(h):
             keys = torch.cat([past_k[b, :, head], k[n, head][None]])
             values = torch.cat([past_v[b, :, head], v[n, head][None]])
             weights = torch.softmax(keys @ q[n, head] / math.sqrt(5), 0)
             expected = weights @ values
-            torch.testing.assert_close(found[b, n, head * 5 : head * 5 + 5], expected)
+            torch.testing.assert_close(attended[b, n, head * 5 : head * 5 + 5], expected)
 
 
 @pytest.fixture
@@ -133,54 +133,58 @@ def sentences(small, observe):
 @torch.no_grad()
 def test_sentences_in_parts_give_the_second_attention_input_of_the_model(sentences):
     make, model, _ = sentences
-    found = make()
-    picks = found.all()
-    assert len(picks) == found.count == 3**6 == len(set(map(tuple, picks.tolist())))
+    candidates = make()
+    picks = candidates.all()
+    assert len(picks) == candidates.count == 3**6 == len(set(map(tuple, picks.tolist())))
     name = model.family.attention_parameters(1)[0].rpartition(".")[0]
     recorded = []
     hook = model.module.get_submodule(name).register_forward_pre_hook(
         lambda _, inputs: recorded.append(inputs[0])
     )
-    ids = torch.tensor([found.ids(one) for one in picks[::50]])
+    ids = torch.tensor([candidates.ids(pick) for pick in picks[::50]])
     model.family.logits(model.module, torch.ones_like(ids), ids_BT=ids, embeds_BTD=None)
     hook.remove()
-    torch.testing.assert_close(found.second_inputs(picks[::50]), recorded[0], atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        candidates.second_inputs(picks[::50]), recorded[0], atol=2e-5, rtol=1e-4
+    )
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("pruned", [True, False])
 def test_only_the_true_sentence_of_all_passes_and_a_descent_finds_it(sentences, pruned):
     make, _, truth = sentences
-    found = make() if pruned else make(mixed=None)
-    judged = found.judge(found.all())
-    assert [one.ids for one in judged] == [found.ids(picks) for picks in found.all()]
-    assert [one.ids for one in judged if one.excess < ACCEPT] == [truth]
-    cost = found.cost(found.all())
-    assert found.ids(found.all()[cost.argmin()]) == truth
-    start = found.start([], 6, stream(0, "start"))
-    picks, arrived = found.descend(start, stream(0, "descend"), ENDLESS)
-    assert (arrived <= found.cost(start)).all()
-    torch.testing.assert_close(arrived, found.cost(picks))
+    candidates = make() if pruned else make(mixed=None)
+    judged = candidates.judge(candidates.all())
+    assert [sentence.ids for sentence in judged] == [
+        candidates.ids(picks) for picks in candidates.all()
+    ]
+    assert [sentence.ids for sentence in judged if sentence.excess < ACCEPT] == [truth]
+    cost = candidates.cost(candidates.all())
+    assert candidates.ids(candidates.all()[cost.argmin()]) == truth
+    start = candidates.start([], 6, stream(0, "start"))
+    picks, arrived = candidates.descend(start, stream(0, "descend"), ENDLESS)
+    assert (arrived <= candidates.cost(start)).all()
+    torch.testing.assert_close(arrived, candidates.cost(picks))
     for r, t, c in itertools.product(range(6), range(6), range(3)):
         other = picks[r].clone()
         other[t] = c
-        assert found.cost(other[None])[0] >= arrived[r] * (1 - 1e-4)
-    assert truth in [found.ids(one) for one in picks]
+        assert candidates.cost(other[None])[0] >= arrived[r] * (1 - 1e-4)
+    assert truth in [candidates.ids(pick) for pick in picks]
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("pruned", [True, False])
 def test_the_cost_of_each_candidate_is_that_of_its_sentence_from_scratch(sentences, pruned):
     make, _, _ = sentences
-    found = make() if pruned else make(mixed=None)
-    picks = found.start([], 5, stream(0, "start"))
+    candidates = make() if pruned else make(mixed=None)
+    picks = candidates.start([], 5, stream(0, "start"))
     for t in range(6):
-        costs = found.costs_at(picks, t)
-        assert costs.shape == (5, len(found.slots[t]))
-        for r, c in itertools.product(range(5), range(len(found.slots[t]))):
+        costs = candidates.costs_at(picks, t)
+        assert costs.shape == (5, len(candidates.slots[t]))
+        for r, c in itertools.product(range(5), range(len(candidates.slots[t]))):
             trial = picks[r].clone()
             trial[t] = c
-            torch.testing.assert_close(costs[r, c], found.cost(trial[None])[0])
+            torch.testing.assert_close(costs[r, c], candidates.cost(trial[None])[0])
 
 
 @torch.no_grad()
@@ -189,43 +193,43 @@ def test_a_cost_is_the_mean_distance_from_the_null_space_of_what_is_cheapest_to_
     sentences, pruned
 ):
     make, _, _ = sentences
-    found = make() if pruned else make(mixed=None)
-    picks = found.all()[::50]
-    x_BTD = found.mixed(picks) if pruned else found.second_inputs(picks)
-    expected = (x_BTD @ found.null_DS).norm(dim=-1).mean(-1)
-    torch.testing.assert_close(found.cost(picks), expected)
-    span = found.spans.mixed if pruned else found.spans.second
-    assert (found.null_DS.double().T @ span.basis_DR).norm() < 1e-5
+    candidates = make() if pruned else make(mixed=None)
+    picks = candidates.all()[::50]
+    x_BTD = candidates.mixed(picks) if pruned else candidates.second_inputs(picks)
+    expected = (x_BTD @ candidates.null_DS).norm(dim=-1).mean(-1)
+    torch.testing.assert_close(candidates.cost(picks), expected)
+    span = candidates.spans.mixed if pruned else candidates.spans.second
+    assert (candidates.null_DS.double().T @ span.basis_DR).norm() < 1e-5
 
 
 @torch.no_grad()
 def test_a_margin_is_that_of_the_nearest_sentence_one_token_away(sentences):
     make, _, truth = sentences
-    found = make()
-    judged = {one.ids: one.excess for one in found.judge(found.all())}
-    one = found.with_margin(Judged(truth, judged[truth], math.inf))
+    candidates = make()
+    judged = {sentence.ids: sentence.excess for sentence in candidates.judge(candidates.all())}
+    sentence = candidates.with_margin(Judged(truth, judged[truth], math.inf))
     away = [
         excess
         for ids, excess in judged.items()
         if sum(a != b for a, b in zip(ids, truth, strict=True)) == 1
     ]
-    assert (one.ids, one.excess) == (truth, judged[truth])
+    assert (sentence.ids, sentence.excess) == (truth, judged[truth])
     assert len(away) == 12
-    assert one.rejected == pytest.approx(min(away))
-    assert one.rejected > 100 * ACCEPT
+    assert sentence.rejected == pytest.approx(min(away))
+    assert sentence.rejected > 100 * ACCEPT
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("ticks", [0, 1, 4])
 def test_a_descent_ends_with_what_it_has_when_time_is_up(sentences, ticking, ticks):
     make, _, _ = sentences
-    found = make()
-    start = found.start([], 6, stream(0, "start"))
+    candidates = make()
+    start = candidates.start([], 6, stream(0, "start"))
     work = ticking(dager, ticks, (Sentences, "costs_at"))
-    picks, cost = found.descend(start, stream(0, "descend"), work.clock)
+    picks, cost = candidates.descend(start, stream(0, "descend"), work.clock)
     assert (work.before, work.after) == (ticks, 0)
-    torch.testing.assert_close(cost, found.cost(picks))
-    assert (cost <= found.cost(start)).all()
+    torch.testing.assert_close(cost, candidates.cost(picks))
+    assert (cost <= candidates.cost(start)).all()
 
 
 @torch.no_grad()
@@ -234,15 +238,15 @@ def test_a_search_of_one_length_ends_with_its_nearest_when_time_is_up(
     sentences, ticking, monkeypatch, enumerate_up_to, ticks
 ):
     make, _, _ = sentences
-    found = make()
+    candidates = make()
     monkeypatch.setattr(encoder_search, "JUDGED_AT_ONCE", 100)
     work = ticking(dager, ticks, (Sentences, "costs_at"), (Sentences, "judge"))
     effort = Effort(enumerate_up_to, searches=4, kicks=10**6)
-    passed, nearest = search_length(found, effort, stream(0, "search"), work.clock)
+    passed, nearest = search_length(candidates, effort, stream(0, "search"), work.clock)
     assert work.after <= 1  # where a descent ended is judged
     assert work.before <= ticks + 1
     assert nearest.excess < math.inf
-    assert all(one.excess < ACCEPT for one in passed)
+    assert all(sentence.excess < ACCEPT for sentence in passed)
 
 
 @pytest.mark.parametrize(("family", "task"), ROTARY)
@@ -258,24 +262,28 @@ def test_of_all_that_noise_lets_pass_only_those_answered_get_a_margin(sentences,
     make, model, _ = sentences
     tried = make()
     noisy_span = replace(tried.spans.second, floor=1.0, exact=False)
-    of, asked = Sentences.with_margin, []
+    with_margin, margined = Sentences.with_margin, []
     monkeypatch.setattr(
-        Sentences, "with_margin", lambda self, one: asked.append(one.ids) or of(self, one)
+        Sentences,
+        "with_margin",
+        lambda self, sentence: margined.append(sentence.ids) or with_margin(self, sentence),
     )
     spans = LayerSpans(tried.spans.first, noisy_span, None)
     search = SpanSearch(tried.slots, tried.block, spans, 2, stream(0, "x"), ENDLESS, unheard)
     effort = Effort(enumerate_up_to=512, searches=4, kicks=32)
-    found = search_sentences(search, model.tokenizer.sep_token_id, effort)
-    assert len(found) == 3**5
-    assert asked == [one.ids for one in sorted(found, key=lambda one: one.excess)[:2]]
+    passing = search_sentences(search, model.tokenizer.sep_token_id, effort)
+    assert len(passing) == 3**5
+    assert margined == [
+        sentence.ids for sentence in sorted(passing, key=lambda sentence: sentence.excess)[:2]
+    ]
 
 
 def test_kicks_and_starts_stay_among_the_candidates(sentences):
     make, _, truth = sentences
-    found = make()
-    picks = found.start([truth], 200, stream(0, "start"))
-    kicked = found.kick(picks, stream(0, "kick"))
-    for t, ids in enumerate(found.slots):
+    candidates = make()
+    picks = candidates.start([truth], 200, stream(0, "start"))
+    kicked = candidates.kick(picks, stream(0, "kick"))
+    for t, ids in enumerate(candidates.slots):
         assert set(picks[:, t].tolist()) | set(kicked[:, t].tolist()) <= set(range(len(ids)))
         # What a found sentence uses is rarer.
         used = float((ids[picks[:, t]] == truth[t]).float().mean())
@@ -302,7 +310,7 @@ def test_prefixes_grow_to_the_true_sentences_among_any_candidates(
     wanted = scored(model, truth)
     strangers = set(range(50, 60))
     slots = [
-        torch.tensor(sorted({one[p] for one in wanted if p < len(one)} | strangers))
+        torch.tensor(sorted({ids[p] for ids in wanted if p < len(ids)} | strangers))
         for p in range(max(map(len, wanted)))
     ]
 
@@ -310,15 +318,15 @@ def test_prefixes_grow_to_the_true_sentences_among_any_candidates(
         rng = stream(0, "grow")
         return extend_prefixes(SpanSearch(slots, block, spans, 3, rng, ENDLESS, unheard))
 
-    found = grow(slots)
-    assert sorted(one.ids for one in found) == wanted
-    assert all(isinstance(one, Judged) and one.excess < ACCEPT for one in found)
+    grown = grow(slots)
+    assert sorted(sentence.ids for sentence in grown) == wanted
+    assert all(isinstance(sentence, Judged) and sentence.excess < ACCEPT for sentence in grown)
     # A candidate that is missing cuts the sentences that need it, and no others.
     gone = wanted[0][3]
     slots[3] = slots[3][slots[3] != gone]
-    found = grow(slots)
-    cut = {one[:3] if one[3:4] == (gone,) else one for one in wanted}
-    assert {one.ids for one in found} == cut
+    grown = grow(slots)
+    cut = {ids[:3] if ids[3:4] == (gone,) else ids for ids in wanted}
+    assert {sentence.ids for sentence in grown} == cut
 
 
 @pytest.mark.core
@@ -505,10 +513,10 @@ def test_without_a_first_mark_the_search_ends_and_finds_the_texts(
     model, steps = unmarked(task), []
     step = dager.attend_next
 
-    def counted(*of):
+    def counted(*inputs):
         steps.append(1)
         assert len(steps) < 500, "it goes on and on"
-        return step(*of)
+        return step(*inputs)
 
     monkeypatch.setattr(dager, "attend_next", counted)
     truth = observe(model, texts)
@@ -589,26 +597,29 @@ def test_when_time_is_up_what_was_found_counts(small, observe, ticking, family, 
     if family != "bert" and answer.status == Status.RECOVERED:
         # Prefixes that passed are beginnings of texts.
         wanted = scored(model, truth)
-        assert all(one in [other[: len(one)] for other in wanted] for one in answer.sequences)
+        assert all(ids in [other[: len(ids)] for other in wanted] for ids in answer.sequences)
 
 
 @pytest.mark.parametrize(("family", "task"), [KINDS[0], *ALL[2:]])
 def test_progress_is_reported_with_the_nearest_so_far(small, observe, family, task):
-    model, told = small(family, task, width=64, layers=3), []
+    model, reports = small(family, task, width=64, layers=3), []
     truth = observe(model, 2, max_length=8)
     (answer,) = Dager().many(
-        [truth.seen], model, rngs=[stream(0, "dager")], report=lambda *of: told.append(of)
+        [truth.seen],
+        model,
+        rngs=[stream(0, "dager")],
+        report=lambda *report: reports.append(report),
     )
     assert answer == answer_of(model, truth.seen)
-    assert told
-    assert all(which == 0 for which, _ in told)
-    steps = [progress.step for _, progress in told]
+    assert reports
+    assert all(which == 0 for which, _ in reports)
+    steps = [progress.step for _, progress in reports]
     assert steps == list(range(1, len(steps) + 1))
-    assert {progress.steps for _, progress in told} == {told[0][1].steps}
-    assert steps[-1] <= told[0][1].steps
-    assert all(progress.loss < ACCEPT for _, progress in told[-2:])
-    texts = [model.decode(one) for one in answer.sequences]
-    assert any(text.startswith(told[-1][1].text) for text in texts)
+    assert {progress.steps for _, progress in reports} == {reports[0][1].steps}
+    assert steps[-1] <= reports[0][1].steps
+    assert all(progress.loss < ACCEPT for _, progress in reports[-2:])
+    texts = [model.decode(ids) for ids in answer.sequences]
+    assert any(text.startswith(reports[-1][1].text) for text in texts)
 
 
 # --- adapters -------------------------------------------------------------------------------
@@ -650,15 +661,15 @@ def test_adapters_of_a_lower_rank_than_there_are_tokens_prove_nothing(
 
 
 @pytest.mark.parametrize(("family", "task"), ALL)
-@pytest.mark.parametrize("what", ["noise", "float16", "bfloat16", "a little noise"])
-def test_a_little_noise_leaves_the_likeliest_sentences(small, observe, family, task, what):
+@pytest.mark.parametrize("change", ["noise", "float16", "bfloat16", "a little noise"])
+def test_a_little_noise_leaves_the_likeliest_sentences(small, observe, family, task, change):
     # Not of every model: half precision hides where LLaMA's texts end in a third of forty.
     model = small(family, task, width=64, layers=3, seed=3)
     truth = observe(model, 2, max_length=8)
-    if "noise" in what:
-        seen = noisy(truth.seen, 1e-4 if "little" in what else 1e-2)
+    if "noise" in change:
+        seen = noisy(truth.seen, 1e-4 if "little" in change else 1e-2)
     else:
-        seen = with_tensors(truth.seen, lambda value: value.to(getattr(torch, what)))
+        seen = with_tensors(truth.seen, lambda value: value.to(getattr(torch, change)))
     answer = answer_of(model, seen)
     assert sorted(set(answer.sequences)) == scored(model, truth)
     assert not answer.verified or sorted(answer.sequences) == scored(model, truth)

@@ -65,10 +65,10 @@ def test_all_inputs_of_a_batch_are_found_as_often_as_they_are_there(model, truth
     longest = max(map(len, truth.sequences))
     with torch.no_grad():
         inputs = find_inputs(model, words_V, longest, span, len(TEXTS), UNLIMITED)
-    found = Counter(zip(inputs.ids_N.tolist(), inputs.place_N.tolist(), strict=True))
+    pair_counts = Counter(zip(inputs.ids_N.tolist(), inputs.place_N.tolist(), strict=True))
     there = Counter((token, place) for ids in truth.sequences for place, token in enumerate(ids))
     assert max(there.values()) == len(TEXTS)
-    assert found == there
+    assert pair_counts == there
 
 
 @pytest.mark.parametrize("known", [True, None])

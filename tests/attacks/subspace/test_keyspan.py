@@ -62,12 +62,12 @@ def answer_of(model, seen, attack=None):
 def scored(model, truth):
     """The tokens that something flows through: the last target is no input."""
     end = -1 if model.task == CAUSAL_LM else None
-    return sorted(tuple(one[:end]) for one in truth.sequences)
+    return sorted(tuple(ids[:end]) for ids in truth.sequences)
 
 
 def assert_exact(answer, model, truth):
     assert sorted(answer.sequences) == scored(model, truth)
-    assert answer.tokens == tuple(sorted({t for one in scored(model, truth) for t in one}))
+    assert answer.tokens == tuple(sorted({t for ids in scored(model, truth) for t in ids}))
     assert answer.verified
     assert not answer.reason
     assert max(answer.evidence) < ACCEPT
@@ -101,11 +101,11 @@ def index_of(atoms, token, position):
 
 def seeds_of(model, truth):
     """Each token that occurs once in the batch: itself, its sequence and its position there."""
-    every = [token for one in scored(model, truth) for token in one]
+    every = [token for ids in scored(model, truth) for token in ids]
     return [
-        (token, one, at)
-        for one in scored(model, truth)
-        for at, token in enumerate(one)
+        (token, ids, at)
+        for ids in scored(model, truth)
+        for at, token in enumerate(ids)
         if every.count(token) == 1
     ]
 
@@ -154,16 +154,16 @@ def test_gradients_at_queries_lie_in_the_span_of_their_sentence_s_keys_and_the_r
     truth = observe(model, 2, max_length=LONG - 2)
     q, k, dq, dk = queries_and_keys(model, truth)
     right, wrong = [], []
-    for b, one in enumerate(truth.sequences):
-        length = len(one) - (task == CAUSAL_LM)
+    for b, ids in enumerate(truth.sequences):
+        length = len(ids) - (task == CAUSAL_LM)
         for at, head in itertools.product(range(2, length - 2), range(q.shape[2])):
-            for target, of, seen in (
+            for target, vectors, seen in (
                 (dq, k, range(at + 1) if model.family.causal else range(length)),
                 (dk, q, range(at, length) if model.family.causal else range(length)),
             ):
-                own = of[b, list(seen), head]
+                own = vectors[b, list(seen), head]
                 other = own.clone()
-                other[len(seen) // 2] = of[1 - b, list(seen)[len(seen) // 2], head]
+                other[len(seen) // 2] = vectors[1 - b, list(seen)[len(seen) // 2], head]
                 right.append(outside(target[b, at, head], own))
                 wrong.append(outside(target[b, at, head], other))
                 # Shifting a query's scores changes nothing: what keys weigh adds up to nothing.
@@ -183,17 +183,17 @@ def test_the_excess_of_a_sentence_tells_it_from_one_with_a_wrong_token(
     atoms, rng = atoms_of(model, truth.seen), stream(0, "wrong")
     bag = atoms.bag.tokens_N.tolist()
     tried = 0
-    for token, one, at in seeds_of(model, truth):
+    for token, ids, at in seeds_of(model, truth):
         seed, own = bag.index(token), index_of(atoms, token, at)
-        members = torch.tensor([index_of(atoms, t, p) for p, t in enumerate(one)])
+        members = torch.tensor([index_of(atoms, t, p) for p, t in enumerate(ids)])
         right = atoms.excess(seed, members, torch.tensor(own))
         assert right < ACCEPT / 2
-        for p in range(len(one)):
+        for p in range(len(ids)):
             if p == at:
                 continue
             fewer = torch.cat([members[:p], members[p + 1 :]])
             assert atoms.excess(seed, fewer, torch.tensor(own)) > 500 * max(right, 1)
-            others = ((atoms.position_A == p) & (atoms.token_A != one[p])).nonzero().flatten()
+            others = ((atoms.position_A == p) & (atoms.token_A != ids[p])).nonzero().flatten()
             if len(others):
                 wrong = members.clone()
                 wrong[p] = others[torch.randint(len(others), (), generator=rng)]
@@ -275,20 +275,20 @@ def test_sets_grow_by_the_atoms_that_least_squares_from_scratch_would_choose(
                         key = frozenset((*members, atom))
                         bounds = scores(naive_rest(atoms, seed, (*members, atom), at), quiet_H)
                         children[key] = min(children.get(key, bounds), bounds)
-            least, most = (sorted(x)[:width] for x in zip(*children.values(), strict=True))
+            lows, highs = (sorted(x)[:width] for x in zip(*children.values(), strict=True))
             chosen = [
                 (tuple(members), int(at))
                 for members, at in zip(members_1WM[0].tolist(), at_1W[0], strict=True)
             ]
             beams = list(dict.fromkeys(chosen))
-            assert len({frozenset(members) for members, _ in beams}) == len(beams) == len(least)
+            assert len({frozenset(members) for members, _ in beams}) == len(beams) == len(lows)
             if min(float(naive_rest(atoms, seed, m, at).mean()) for m, at in beams) < 1e-8:
                 break  # all is explained: the order is that of rounding
             for i, (members, at) in enumerate(beams):
                 rest_H = naive_rest(atoms, seed, members, at)
                 low, high = scores(rest_H, quiet_H)
-                assert low <= most[i] + 1e-3
-                assert high >= least[i] - 1e-3
+                assert low <= highs[i] + 1e-3
+                assert high >= lows[i] - 1e-3
                 freedom = atoms.vector_HAK.shape[-1] - len(members)
                 expected = (rest_H / (freedom * quiet_H)).mean().sqrt()
                 assert float(rest_1W[0, i]) == pytest.approx(float(expected), rel=0.02)
@@ -346,9 +346,11 @@ def test_no_atom_joins_where_it_could_not_stand(marks, data, positions, beams):
     for _ in range(beams):
         places = data.draw(st.permutations(range(positions)))[:size]
         sets.append([pairs.index((data.draw(st.sampled_from(tokens)), p)) for p in places])
-    found = atoms.misplaced(torch.tensor(sets)[None])[0]
-    expected = [[not may_join(atoms, one, atom) for atom in range(len(pairs))] for one in sets]
-    assert found.tolist() == expected
+    misplaced = atoms.misplaced(torch.tensor(sets)[None])[0]
+    expected = [
+        [not may_join(atoms, members, atom) for atom in range(len(pairs))] for members in sets
+    ]
+    assert misplaced.tolist() == expected
 
 
 def test_a_sentence_is_whole_when_it_has_every_position_up_to_its_end():
@@ -586,16 +588,19 @@ def test_noise_is_no_reason_to_crash_or_to_prove_what_is_wrong(
 
 @pytest.mark.parametrize(("family", "task"), [*KINDS, *ROTARY])
 def test_progress_is_reported_with_each_sentence(small, observe, family, task):
-    model, told = small(family, task, **WIDE), []
+    model, reports = small(family, task, **WIDE), []
     truth = observe(model, 2, max_length=8)
     (answer,) = Keyspan().many(
-        [truth.seen], model, rngs=[stream(0, "keyspan")], report=lambda *of: told.append(of)
+        [truth.seen],
+        model,
+        rngs=[stream(0, "keyspan")],
+        report=lambda *report: reports.append(report),
     )
     assert answer == answer_of(model, truth.seen)
-    assert all(which == 0 for which, _ in told)
-    assert all(0 < progress.step <= progress.steps for _, progress in told)
-    texts = {model.decode(one) for one in answer.sequences}
-    assert texts <= {progress.text for _, progress in told}
+    assert all(which == 0 for which, _ in reports)
+    assert all(0 < progress.step <= progress.steps for _, progress in reports)
+    texts = {model.decode(ids) for ids in answer.sequences}
+    assert texts <= {progress.text for _, progress in reports}
 
 
 # --- time -----------------------------------------------------------------------------------
@@ -633,7 +638,7 @@ def test_when_time_is_up_what_was_read_counts(small, observe, ticking, family, t
     # The bag is read in one step.
     assert answer.status == Status.RECOVERED
     if change == "none":
-        assert answer.tokens == tuple(sorted({t for one in scored(model, truth) for t in one}))
+        assert answer.tokens == tuple(sorted({t for ids in scored(model, truth) for t in ids}))
         if not work.clock.rang:
             assert_exact(answer, model, truth)
     if ticks == 0:
@@ -704,7 +709,7 @@ def test_of_an_update_that_holds_no_batch_nothing_is_proved(small, observe, fami
     truth = observe(model, 2, max_length=LONG)
     rng = stream(0, "noise")
     other = small(family, task, seed=1, **WIDE)
-    for what in (
+    for seen in (
         with_tensors(truth.seen, torch.zeros_like),
         with_tensors(truth.seen, lambda g: torch.randn(g.shape, generator=rng)),
         with_tensors(truth.seen, lambda g: g[torch.randperm(len(g), generator=rng)].roll(1, -1)),
@@ -712,7 +717,7 @@ def test_of_an_update_that_holds_no_batch_nothing_is_proved(small, observe, fami
         # What dropout left is read of encoders.
         *([observe(model, 2, max_length=LONG, dropout=True).seen] if family == "gpt2" else []),
     ):
-        answer = answer_of(model, what)
+        answer = answer_of(model, seen)
         assert "nothing proved" in answer.reason
         assert not answer.verified
 

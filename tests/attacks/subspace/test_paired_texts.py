@@ -29,10 +29,10 @@ def test_directions_of_a_part_are_those_of_the_whole(kept):
     rng = stream(0, "matrix")
     whole = torch.randn(120, 3, generator=rng) @ torch.randn(3, 90, generator=rng)
     part = whole * (torch.rand(whole.shape, generator=rng) < kept)
-    told = completed_directions(part, 3)
+    directions = completed_directions(part, 3)
     right = torch.linalg.svd(whole).Vh[:3]
-    assert told.told_X.all()
-    assert (right - right @ told.vector_RX.T @ told.vector_RX).abs().max() < 1e-4
+    assert directions.told_X.all()
+    assert (right - right @ directions.vector_RX.T @ directions.vector_RX).abs().max() < 1e-4
     # One text more than there are leaves a matrix that the part does not tell.
     assert (
         completed_directions(part + 0.01 * (part != 0) * torch.randn(part.shape, generator=rng), 3)
@@ -46,9 +46,9 @@ def test_columns_that_did_not_come_are_not_told():
     whole = torch.randn(120, 2, generator=rng) @ torch.randn(2, 90, generator=rng)
     whole[:, 7] = 0
     whole[::2, 8] = 0
-    told = completed_directions(whole, 2)
-    assert told.told_X.tolist() == [float(column != 7) for column in range(90)]
-    assert not told.vector_RX[:, 7].any()
+    directions = completed_directions(whole, 2)
+    assert directions.told_X.tolist() == [float(column != 7) for column in range(90)]
+    assert not directions.vector_RX[:, 7].any()
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
@@ -63,12 +63,12 @@ def test_texts_are_read_from_their_pairs_and_what_reaches_the_loss(small, observ
     part = certificate.as_gradient(sent(truth.seen, Mask(fraction=0.5)))
     span = PooledSpan(model, part, 1.0, 2)
     assert span
-    told = []
+    reports = []
     texts = read_pairs(
-        atoms, span, 2, stream(0, "starts"), UNLIMITED, lambda *step: told.append(step)
+        atoms, span, 2, stream(0, "starts"), UNLIMITED, lambda *step: reports.append(step)
     )
     assert sorted(text.ids for text in texts) == sorted(truth.sequences)
-    assert [step for step, _, _ in told] == [1, 2]
+    assert [step for step, _, _ in reports] == [1, 2]
     # Of another batch the span holds none of these texts.
     other = observe(model, ["he pays for all of his friends", "nobody saw it"], [0, 1])
     strange = PooledSpan(

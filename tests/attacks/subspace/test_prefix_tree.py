@@ -116,7 +116,7 @@ def test_what_is_behind_the_last_token_that_passes_is_found(batch):
     prefixes, texts = batch
     nodes, loose = grow(prefixes, 2, UNLIMITED)
     inner = {node.path[:at] for node in nodes for at in range(1, len(node.path))}
-    found = set()
+    read_texts = set()
     for path in {node.path for node in nodes} - inner:
         (tail,) = tails(prefixes, path[-1], loose)
         behind = [text for text in texts if text[: len(path)] == path]
@@ -125,8 +125,8 @@ def test_what_is_behind_the_last_token_that_passes_is_found(batch):
         assert (tail.excess < ACCEPT) == alone
         if alone:
             assert [(*path, *tail.tokens)] == behind
-            found |= {*behind}
-    assert len(found) >= 2
+            read_texts |= {*behind}
+    assert len(read_texts) >= 2
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -48,15 +48,15 @@ def noise_like(gradient, relative, seed=0):
 
 def dense_excess(span, x):
     """The definition, one vector at a time: least squares residual over Wedin's bound."""
-    found = []
-    for one in x.double():
-        one = one / one.norm()
-        c = torch.linalg.lstsq(span.basis_DR, one[:, None]).solution[:, 0]
+    excesses = []
+    for vector_D in x.double():
+        vector_D = vector_D / vector_D.norm()
+        c = torch.linalg.lstsq(span.basis_DR, vector_D[:, None]).solution[:, 0]
         bound = span.floor * math.sqrt(
             sum((float(a) / float(s)) ** 2 for a, s in zip(c, span.singular_R, strict=True))
         )
-        found.append(float((one - span.basis_DR @ c).norm()) / (bound + 2e-6))
-    return torch.tensor(found, dtype=torch.float64)
+        excesses.append(float((vector_D - span.basis_DR @ c).norm()) / (bound + 2e-6))
+    return torch.tensor(excesses, dtype=torch.float64)
 
 
 def dense_span(gradient, rank):
@@ -126,18 +126,18 @@ def test_of_a_large_gradient_a_random_sketch_tells_what_the_whole_spectrum_does(
 
 @pytest.mark.core
 @pytest.mark.parametrize("scale", [1e-4, 1e4, -1.0])
-@pytest.mark.parametrize("what", ["exact", "noise", "bfloat16"])
-def test_the_scale_of_a_gradient_does_not_matter(what, scale):
+@pytest.mark.parametrize("change", ["exact", "noise", "bfloat16"])
+def test_the_scale_of_a_gradient_does_not_matter(change, scale):
     gradient, inputs = made_gradient(12, width=64, outputs=96)
-    if what == "noise":
+    if change == "noise":
         gradient = gradient + noise_like(gradient, 1e-2)
-    if what == "bfloat16":
+    if change == "bfloat16":
         gradient = gradient.bfloat16().float()
         scale = math.copysign(2.0 ** round(math.log2(abs(scale))), scale)  # rounds the same
-    one, other = row_space([gradient]), row_space([scale * gradient])
+    span, scaled_span = row_space([gradient]), row_space([scale * gradient])
     x = torch.cat([inputs, strangers(64)])
-    assert (other.rank, other.exact) == (one.rank, one.exact)
-    assert torch.equal(other.excess(x) < ACCEPT, one.excess(x) < ACCEPT)
+    assert (scaled_span.rank, scaled_span.exact) == (span.rank, span.exact)
+    assert torch.equal(scaled_span.excess(x) < ACCEPT, span.excess(x) < ACCEPT)
 
 
 @pytest.mark.core
@@ -161,16 +161,16 @@ def test_singular_values_whose_squares_vanish_are_no_noise():
 
 @pytest.mark.core
 def test_a_gradient_beside_a_much_larger_one_counts_as_much():
-    (one, _), (other, inputs) = made_gradient(7), made_gradient(3, seed=5)
+    (gradient, _), (other, inputs) = made_gradient(7), made_gradient(3, seed=5)
     for scale in (1.0, 1e-9, 1e9):
-        span = row_space([one, scale * other])
+        span = row_space([gradient, scale * other])
         assert span.rank == 10
         assert (span.excess(inputs) < ACCEPT).all()
 
 
 @pytest.mark.core
 @pytest.mark.parametrize(
-    ("what", "gradients"),
+    ("case", "gradients"),
     [
         ("nothing", []),
         ("zeros", [torch.zeros(40, 24)]),
@@ -184,7 +184,7 @@ def test_a_gradient_beside_a_much_larger_one_counts_as_much():
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_without_an_end_of_the_spectrum_there_is_no_span(what, gradients):
+def test_without_an_end_of_the_spectrum_there_is_no_span(case, gradients):
     assert row_space(gradients) is None
     assert all(row_space([g]) is None for g in gradients)
 
@@ -296,8 +296,8 @@ def test_a_gradient_in_half_precision_keeps_its_rank(width, outputs, rank, decad
 
 @pytest.mark.core
 def test_a_gradient_in_half_precision_beside_one_that_is_not():
-    (one, a), (other, b) = (made_gradient(9, seed, 128, 128) for seed in (1, 2))
-    span = row_space([one.bfloat16().float(), other + noise_like(other, 0.01)])
+    (gradient, a), (other, b) = (made_gradient(9, seed, 128, 128) for seed in (1, 2))
+    span = row_space([gradient.bfloat16().float(), other + noise_like(other, 0.01)])
     assert (span.rank, span.exact) == (18, False)
     assert (span.excess(torch.cat([a, b])) < 1).all()
 
@@ -371,8 +371,12 @@ def attention_inputs(model, layer, truth):
     batch_loss(model, ids, mask, torch.tensor(truth.labels))
     hook.remove()
     # The last token of a sequence trained on its next tokens has none, so nothing flows through.
-    counted = [one[:-1] if model.task == CAUSAL_LM else one for one in truth.sequences]
-    return torch.cat([x[: len(one)] for x, one in zip(recorded[0], counted, strict=True)]), counted
+    counted = [
+        sequence[:-1] if model.task == CAUSAL_LM else sequence for sequence in truth.sequences
+    ]
+    return torch.cat(
+        [x[: len(sequence)] for x, sequence in zip(recorded[0], counted, strict=True)]
+    ), counted
 
 
 @pytest.mark.core
@@ -407,23 +411,23 @@ def components(pairs):
 
     cycle = False
     for token, position in pairs:
-        one, other = root(("token", token)), root(("position", position))
-        cycle |= one == other
-        parent[one] = other
+        token_root, position_root = root(("token", token)), root(("position", position))
+        cycle |= token_root == position_root
+        parent[token_root] = position_root
     return len({root(node) for node in list(parent)}), cycle
 
 
 def expected_rank(model, layer, counted):
     if layer == 0:
-        tokens = {token for one in counted for token in one}
+        tokens = {token for ids in counted for token in ids}
         if model.family.position_embedding is None:
             return len(tokens)
-        pairs = {(token, at) for one in counted for at, token in enumerate(one)}
+        pairs = {(token, at) for ids in counted for at, token in enumerate(ids)}
         parts, cycle = components(pairs)
         return len(tokens) + max(map(len, counted)) - parts + cycle
     if model.family.causal:
-        return len({one[: at + 1] for one in counted for at in range(len(one))})
-    return len({(one, at) for one in counted for at in range(len(one))})
+        return len({ids[: at + 1] for ids in counted for at in range(len(ids))})
+    return len({(ids, at) for ids in counted for at in range(len(ids))})
 
 
 # Words that recur at other positions: the graph of tokens and positions gets cycles.
@@ -443,7 +447,7 @@ def test_spans_of_a_model_have_the_rank_that_tokens_and_positions_imply(
     inputs, counted = attention_inputs(model, layer, truth)
     rank = expected_rank(model, layer, counted)
     if layer == 0 and recurring and model.family.position_embedding:
-        assert components({(t, i) for one in counted for i, t in enumerate(one)})[1]
+        assert components({(t, i) for ids in counted for i, t in enumerate(ids)})[1]
     span = row_space(model.family.attention_gradients(truth.seen.update.tensors, layer))
     assert (span.rank, span.exact) == (rank, True)
     assert (span.excess(inputs) < ACCEPT).all()
@@ -475,9 +479,13 @@ def test_tokens_in_span_are_those_of_the_exhaustive_test(shortlist, seed):
     ids = torch.randint(300, (3, 6), generator=rng)
     inputs = table(ids, torch.arange(6).expand_as(ids)).flatten(0, 1)
     span = row_space([torch.randn(50, 18, generator=rng) @ inputs])
-    found = tokens_in_span(table, span, stream(seed, "sketch"), Clock(None), shortlist=shortlist)
-    assert [one.tolist() for one in found] == exhaustive(table, span, 6)
-    assert [set(one.tolist()) for one in found] == [set(ids[:, p].tolist()) for p in range(6)]
+    by_position = tokens_in_span(
+        table, span, stream(seed, "sketch"), Clock(None), shortlist=shortlist
+    )
+    assert [tokens.tolist() for tokens in by_position] == exhaustive(table, span, 6)
+    assert [set(tokens.tolist()) for tokens in by_position] == [
+        set(ids[:, p].tolist()) for p in range(6)
+    ]
 
 
 @pytest.mark.core
@@ -487,11 +495,13 @@ def test_an_empty_position_inside_does_not_end_the_search_but_patience_and_time_
     table = TokenTable(torch.eye(16), 0.01 * torch.randn(9, 16, generator=rng), nn.LayerNorm(16))
     basis = torch.stack([table(torch.tensor(3), torch.tensor(p)) for p in (0, 3, 8)])
     span = row_space([torch.randn(20, 3, generator=rng) @ basis])
-    found = tokens_in_span(table, span, stream(0, "sketch"), Clock(None), patience=3)
-    assert [one.tolist() for one in found] == [[3], [], [], [3]]
+    by_position = tokens_in_span(table, span, stream(0, "sketch"), Clock(None), patience=3)
+    assert [tokens.tolist() for tokens in by_position] == [[3], [], [], [3]]
     assert len(tokens_in_span(table, span, stream(0, "sketch"), Clock(None), patience=5)) == 9
     hurried = ticking(span_module, 1).clock
-    assert [one.tolist() for one in tokens_in_span(table, span, stream(0, "z"), hurried)] == [[3]]
+    assert [tokens.tolist() for tokens in tokens_in_span(table, span, stream(0, "z"), hurried)] == [
+        [3]
+    ]
     nothing = Span(
         basis_DR=torch.eye(16, dtype=torch.float64)[:, :0], singular_R=torch.ones(0), floor=0.0
     )
@@ -514,12 +524,12 @@ def test_rows_that_are_not_zero_are_the_used_ones(used, scale):
 def test_used_rows_must_be_clearly_larger_than_the_others(used, gap):
     rows = torch.ones(30, 4) / torch.linspace(1, 1.05, 30)[:, None]
     rows[sorted(used)] *= gap * 1.05
-    found = used_rows(rows)
+    rows_and_gap = used_rows(rows)
     if gap > CLEAR * 1.06:
-        assert found[0] == sorted(used)
-        assert found[1] == pytest.approx(gap, rel=0.12)
+        assert rows_and_gap[0] == sorted(used)
+        assert rows_and_gap[1] == pytest.approx(gap, rel=0.12)
     elif gap < CLEAR / 1.2:
-        assert found is None
+        assert rows_and_gap is None
 
 
 @pytest.mark.core

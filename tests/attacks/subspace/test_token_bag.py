@@ -52,7 +52,7 @@ class Made(NamedTuple):
 def made_batch(table, sequences, seed=0, outputs=160):
     """A float32 gradient D^T X of all tokens of the sequences."""
     rng = torch.Generator().manual_seed(seed + 10**6)
-    every = [(token, at) for one in sequences for at, token in enumerate(one)]
+    every = [(token, at) for ids in sequences for at, token in enumerate(ids)]
     tokens, positions = torch.tensor(every).T
     inputs = table(tokens, positions)
     gradient = torch.randn(outputs, len(every), generator=rng) @ inputs
@@ -158,11 +158,11 @@ def test_only_tokens_that_may_be_there_are_looked_at(like):
     made = made_batch(table, made_sequences([9, 6, 4], 20))
     span, directions = row_space([made.gradient]), table.directions()
     more = torch.tensor(sorted({*made.bag, *range(0, 300, 7)}))
-    found = read_token_bag(directions, span, stream(0, "factors"), among_N=more)
-    check(table, made, found)
+    bag = read_token_bag(directions, span, stream(0, "factors"), among_N=more)
+    check(table, made, bag)
     fewer = torch.tensor(made.bag[::2])
-    found = read_token_bag(directions, span, stream(0, "factors"), among_N=fewer)
-    assert found is None or found.tokens_N.tolist() == fewer.tolist()
+    bag = read_token_bag(directions, span, stream(0, "factors"), among_N=fewer)
+    assert bag is None or bag.tokens_N.tolist() == fewer.tolist()
 
 
 @pytest.mark.parametrize("like", TABLES)
@@ -175,21 +175,21 @@ def test_the_scale_of_a_gradient_does_not_matter(like, scale):
 
 
 @pytest.mark.parametrize("like", TABLES)
-@pytest.mark.parametrize("what", ["noise", "float16", "bfloat16"])
-def test_noise_makes_the_bag_a_guess_and_a_little_of_it_a_right_one(like, what):
+@pytest.mark.parametrize("change", ["noise", "float16", "bfloat16"])
+def test_noise_makes_the_bag_a_guess_and_a_little_of_it_a_right_one(like, change):
     table = made_table(like, width=128)
     made = made_batch(table, made_sequences([12, 9, 9], 24), outputs=256)
-    if what == "noise":
+    if change == "noise":
         rng = torch.Generator().manual_seed(5)
         noise = torch.randn(made.gradient.shape, generator=rng)
         spoilt = made.gradient + 1e-3 * made.gradient.std() * noise
     else:
-        spoilt = made.gradient.to(getattr(torch, what)).float()
+        spoilt = made.gradient.to(getattr(torch, change)).float()
     bag, span = read(table, made._replace(gradient=spoilt))
     assert not span.exact
     assert not bag.exact
-    found, real = set(bag.tokens_N.tolist()), set(made.bag)
-    assert len(found & real) >= 0.9 * max(len(real), len(found))
+    bag_tokens, real = set(bag.tokens_N.tolist()), set(made.bag)
+    assert len(bag_tokens & real) >= 0.9 * max(len(real), len(bag_tokens))
 
 
 # --- pairs ----------------------------------------------------------------------------------
@@ -210,9 +210,9 @@ def inside_by_the_graph(every, biased):
 
     cycle = False
     for token, at in sorted(set(every)):
-        one, other = find(("token", token)), find(("position", at))
-        cycle |= one == other
-        root[one] = other
+        token_root, position_root = find(("token", token)), find(("position", at))
+        cycle |= token_root == position_root
+        root[token_root] = position_root
     if biased and not cycle:
         return set(every)
     tokens, positions = {t for t, _ in every}, {p for _, p in every}
@@ -228,16 +228,16 @@ def test_pairs_are_those_that_the_graph_of_tokens_and_positions_joins(like, leng
     made = made_batch(table, made_sequences(lengths, pool, seed), seed)
     bag, span = read(table, made)
     bag_A, position_A = pairs(table, bag, span)
-    found = list(zip(bag.tokens_N[bag_A].tolist(), position_A.tolist(), strict=True))
-    assert len(found) == len(set(found))
-    assert set(found) == inside_by_the_graph(made.pairs, like == "bert")
+    read_pairs = list(zip(bag.tokens_N[bag_A].tolist(), position_A.tolist(), strict=True))
+    assert len(read_pairs) == len(set(read_pairs))
+    assert set(read_pairs) == inside_by_the_graph(made.pairs, like == "bert")
     # The same from every token of the vocabulary, one by one.
     everything = [
         (v, p)
         for p in range(bag.positions)
         for v in (span.excess(table(torch.arange(300), torch.full((300,), p))) < ACCEPT).nonzero()
     ]
-    assert {(int(v), p) for v, p in everything} == set(found)
+    assert {(int(v), p) for v, p in everything} == set(read_pairs)
 
 
 @pytest.mark.parametrize("relative", [1e-4, 1e-2, 0.1, 0.5])
@@ -249,11 +249,11 @@ def test_noise_excludes_no_pair_that_is_there(relative):
     bag, span = read(table, made._replace(gradient=spoilt))
     assert not span.exact
     bag_A, position_A = pairs(table, bag, span)
-    found = set(zip(bag.tokens_N[bag_A].tolist(), position_A.tolist(), strict=True))
-    assert len(found) == len(bag_A) <= len(bag.tokens_N) * bag.positions
+    read_pairs = set(zip(bag.tokens_N[bag_A].tolist(), position_A.tolist(), strict=True))
+    assert len(read_pairs) == len(bag_A) <= len(bag.tokens_N) * bag.positions
     if set(made.bag) <= set(bag.tokens_N.tolist()) and bag.positions >= made.longest:
-        assert set(made.pairs) <= found
-    assert relative > 0.3 or set(made.pairs) <= found
+        assert set(made.pairs) <= read_pairs
+    assert relative > 0.3 or set(made.pairs) <= read_pairs
 
 
 # --- fact 2: the gradient of each token -----------------------------------------------------
@@ -303,21 +303,21 @@ def test_a_token_s_coefficient_is_the_sum_of_its_gradients_over_their_scales(
     sides = model.family.projections(truth.seen.update.tensors, 0)
     span = row_space(list(sides.values()))
     bag = read_token_bag(table.directions(), span, stream(0, "factors"))
-    counted = [one[:-1] if task == CAUSAL_LM else one for one in truth.sequences]
-    real = sorted({token for one in counted for token in one})
+    counted = [sequence[:-1] if task == CAUSAL_LM else sequence for sequence in truth.sequences]
+    real = sorted({token for sequence in counted for token in sequence})
     assert bag.tokens_N.tolist() == real
     sigma = table.scale(ids, positions)[:, None].double()
     once = 0
     for side in ("query", "key", "value"):
-        found = bag.coefficients(sides[side])
-        size = found.value_NO.norm(dim=1).max()
-        assert (found.noise_NO < 1e-4 * size).all()
+        coefficients = bag.coefficients(sides[side])
+        size = coefficients.value_NO.norm(dim=1).max()
+        assert (coefficients.noise_NO < 1e-4 * size).all()
         for v, token in enumerate(real):
             here = ids == token
             once += int(here.sum()) == 1
             expected = (gradients[side][here] / sigma[here]).sum(0)
-            bound = 8 * found.noise_NO[v].norm() + 1e-5 * expected.norm() + 1e-7 * size
-            assert (found.value_NO[v] - expected).norm() < bound
+            bound = 8 * coefficients.noise_NO[v].norm() + 1e-5 * expected.norm() + 1e-7 * size
+            assert (coefficients.value_NO[v] - expected).norm() < bound
     assert once > 10
 
 
@@ -331,9 +331,9 @@ def test_the_noise_of_coefficients_is_that_of_the_gradient_through_least_squares
     errors, stated = [], []
     for seed in range(20):
         noise = loud * torch.randn(made.gradient.shape, generator=stream(seed, "noise"))
-        found = bag.coefficients(made.gradient + noise)
-        errors.append(found.value_NO - clean.value_NO)
-        stated.append(found.noise_NO)
+        coefficients = bag.coefficients(made.gradient + noise)
+        errors.append(coefficients.value_NO - clean.value_NO)
+        stated.append(coefficients.noise_NO)
     measured = torch.stack(errors).square().mean(0).sqrt() / torch.stack(stated).mean(0)
     assert measured.mean() == pytest.approx(1, abs=0.05)
     assert measured.mean(0)[:50].mean() == pytest.approx(1, abs=0.1)  # in the quiet rows too
