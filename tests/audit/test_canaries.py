@@ -160,16 +160,16 @@ def test_scores_are_what_the_noise_makes_them_and_bounds_stay_below_the_ledger(t
     assert abs(sum(inside) / len(inside) - 1) < 4 / math.sqrt(len(inside))
     assert kstest(outside, "norm").pvalue > 0.01
     assert kstest([z - 1 for z in inside], "norm").pvalue > 0.01
-    found = bounds(run)
-    assert not found.alarms
-    assert [row.client for row in found.bounds] == [EVERYONE, 0, 1]
-    for row in found.bounds:
+    summary = bounds(run)
+    assert not summary.alarms
+    assert [row.client for row in summary.bounds] == [EVERYONE, 0, 1]
+    for row in summary.bounds:
         assert 0 < row.gaussian < row.epsilon
         assert 0 < row.epsilon_delta < row.f_dp < row.epsilon
         assert not row.in_copies
     # Two rounds of a pass: a canary takes part in one, as an example does.
     assert [row.slot for row in run.rows(CANARIES)] == [0, 0, 1, 1]
-    assert found.bounds[0].canaries == 4 * 128
+    assert summary.bounds[0].canaries == 4 * 128
 
 
 @pytest.mark.parametrize(
@@ -191,9 +191,9 @@ def test_sampled_canaries_take_part_now_and_then_and_have_no_gaussian_estimate(t
     taking_part = [z for z in inside if z > 10]
     assert abs(len(taking_part) / len(inside) - 0.5) < 4 * math.sqrt(0.25 / len(inside))
     assert max(outside) < 6
-    found = bounds(run).bounds[0]
-    assert found.gaussian is None
-    assert 0 < found.epsilon_delta < found.f_dp
+    bound = bounds(run).bounds[0]
+    assert bound.gaussian is None
+    assert 0 < bound.epsilon_delta < bound.f_dp
 
 
 def test_what_guarantees_nothing_is_audited_in_a_copy(tmp_path):
@@ -202,17 +202,20 @@ def test_what_guarantees_nothing_is_audited_in_a_copy(tmp_path):
     with_canaries = audited(tmp_path / "a", experiment_of(noise))
     without = audited(tmp_path / "b", experiment_of(noise, canary=None))
     for key in without.captures.all_keys():
-        one, other = with_canaries.captures.read_capture(key), without.captures.read_capture(key)
-        for name, value in one.update.tensors.items():
-            assert torch.equal(value, other.update.tensors[name])
+        audited_capture, plain_capture = (
+            with_canaries.captures.read_capture(key),
+            without.captures.read_capture(key),
+        )
+        for name, value in audited_capture.update.tensors.items():
+            assert torch.equal(value, plain_capture.update.tensors[name])
     inside, outside = split(with_canaries)
     # Norm 1 in a mean of two: half of it beside noise of a quarter.
     assert abs(sum(inside) / len(inside) - 2) < 4 / math.sqrt(len(inside))
     assert kstest(outside, "norm").pvalue > 0.01
-    found = bounds(with_canaries)
-    assert found.bounds[0].in_copies
-    assert found.bounds[0].epsilon == privacy.NONE
-    assert not found.alarms
+    summary = bounds(with_canaries)
+    assert summary.bounds[0].in_copies
+    assert summary.bounds[0].epsilon == privacy.NONE
+    assert not summary.alarms
 
 
 @pytest.mark.parametrize(
@@ -223,8 +226,8 @@ def test_a_whole_update_is_a_canary_where_all_of_a_client_is_protected(tmp_path,
         tmp_path,
         experiment_of(LOCAL_DP, *others, count=16, federation={"clients": 4, "rounds": 1}),
     )
-    found = bounds(run)
-    together, alone = found.bounds[0], found.bounds[1:]
+    summary = bounds(run)
+    together, alone = summary.bounds[0], summary.bounds[1:]
     assert (together.canaries, together.unit, together.in_copies) == (64, "client", True)
     assert {row.canaries for row in alone} == {16}
     signed = [
@@ -237,8 +240,8 @@ def test_a_whole_update_is_a_canary_where_all_of_a_client_is_protected(tmp_path,
     assert abs(sum(signed) / 64 - mean) < 4 / math.sqrt(64)
     # Each copy has fresh noise: with the same, all scores would be off by the same amount.
     assert 0.6 < statistics.stdev(signed) < 1.4
-    assert not found.alarms
-    assert all(row.gaussian <= row.epsilon for row in found.bounds)
+    assert not summary.alarms
+    assert all(row.gaussian <= row.epsilon for row in summary.bounds)
 
 
 @pytest.mark.parametrize("defense", [[DP_SGD, SECURE_SUM], [SECURE_SUM]], ids=["noise", "plain"])
@@ -281,9 +284,9 @@ def test_only_the_clients_that_are_named_take_in_canaries(tmp_path):
 
 @pytest.mark.slow
 def test_the_seed_moves_the_canaries_and_not_the_coins(tmp_path):
-    one = audited(tmp_path / "a", experiment_of(DP_SGD, canary={"count": 8}))
-    other = audited(tmp_path / "b", experiment_of(DP_SGD, canary={"count": 8, "seed": 5}))
-    first, second = one.rows(CANARIES)[0], other.rows(CANARIES)[0]
+    run = audited(tmp_path / "a", experiment_of(DP_SGD, canary={"count": 8}))
+    reseeded_run = audited(tmp_path / "b", experiment_of(DP_SGD, canary={"count": 8, "seed": 5}))
+    first, second = run.rows(CANARIES)[0], reseeded_run.rows(CANARIES)[0]
     assert first.inside == second.inside
     assert first.scores != second.scores
 
@@ -305,10 +308,12 @@ def test_a_damaged_copy_is_said(tmp_path):
     (run.path / "vault" / "r0001-c01.safetensors").unlink()
     (run.path / "canaries.jsonl").unlink()
     scoring.score_run(run)
-    (said,) = [each for each in run.read_document(SUMMARY).missing if "canaries" in each]
-    assert "r0001-c00 cannot be scored" in said
-    (said,) = [each for each in run.read_document(SUMMARY).notes if "canaries" in each]
-    assert said == "the audited copy of r0001-c01 is not here: its canaries have no score"
+    (missing,) = [
+        message for message in run.read_document(SUMMARY).missing if "canaries" in message
+    ]
+    assert "r0001-c00 cannot be scored" in missing
+    (note,) = [message for message in run.read_document(SUMMARY).notes if "canaries" in message]
+    assert note == "the audited copy of r0001-c01 is not here: its canaries have no score"
     assert len(run.rows(CANARIES)) == 2
 
 
@@ -328,14 +333,14 @@ def test_a_capture_of_no_number_is_named_and_the_others_are_scored(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("canary", "said"),
+    ("canary", "message"),
     [
         ({"count": 100_000}, "canary.count = 100000: client 0 sends "),
         ({"clients": [2]}, "canary.clients has 2: list clients from 0 to 1"),
     ],
 )
-def test_canaries_that_cannot_be_are_refused(tmp_path, canary, said):
-    with pytest.raises(ConfigError, match=said):
+def test_canaries_that_cannot_be_are_refused(tmp_path, canary, message):
+    with pytest.raises(ConfigError, match=message):
         preparation.prepare(experiment_of(canary=canary), tmp_path / "run")
 
 
@@ -369,10 +374,11 @@ def other_noise(factor):
         original = DpSgd.training
 
         def training(self, local):
-            found = original(self, local)
-            less = found.private.noise_multiplier * factor
+            local_training = original(self, local)
+            less = local_training.private.noise_multiplier * factor
             return dataclasses.replace(
-                found, private=dataclasses.replace(found.private, noise_multiplier=less)
+                local_training,
+                private=dataclasses.replace(local_training.private, noise_multiplier=less),
             )
 
         patch.setattr(DpSgd, "training", training)
@@ -470,9 +476,9 @@ def test_a_mistake_contradicts_the_ledger(monkeypatch, tmp_path, plant, defense,
         plant(patch)
         alarms = bounds(audited(tmp_path, experiment)).alarms
     assert alarms, bounds(Run(tmp_path / "run"))
-    said = "have the same noise" if plant is the_same_noise else "and the ledger says"
-    assert any(said in each for each in alarms)
-    assert all("the mechanism does not do what the ledger says" in each for each in alarms)
+    expected = "have the same noise" if plant is the_same_noise else "and the ledger says"
+    assert any(expected in alarm for alarm in alarms)
+    assert all("the mechanism does not do what the ledger says" in alarm for alarm in alarms)
 
 
 @pytest.mark.parametrize(
@@ -487,8 +493,8 @@ def test_a_mistake_contradicts_the_ledger(monkeypatch, tmp_path, plant, defense,
 def test_without_the_mistake_there_is_no_alarm(tmp_path, defense, federation, count):
     samples = 4 * federation.get("clients", 2)
     experiment = experiment_of(defense, federation=federation, count=count, samples=samples)
-    found = bounds(audited(tmp_path, experiment))
-    assert not found.alarms
+    summary = bounds(audited(tmp_path, experiment))
+    assert not summary.alarms
 
 
 def test_an_alarm_ends_the_command_with_status_1(monkeypatch, tmp_path, in_process):

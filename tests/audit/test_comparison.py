@@ -53,8 +53,8 @@ def runs(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tupl
 
 
 def compare(before: Run, after: Run) -> Comparison:
-    (found,) = comparison.compare(before, [after])
-    return found
+    (compared,) = comparison.compare(before, [after])
+    return compared
 
 
 def change(run: Run, attack: str, **scores: Any) -> None:
@@ -73,27 +73,30 @@ def change(run: Run, attack: str, **scores: Any) -> None:
 
 
 def test_a_run_does_not_differ_from_itself(runs: tuple[Run, Run]) -> None:
-    found = compare(*runs)
-    assert (found.texts, found.unpaired) == (2 * CLIENTS, {})
+    compared = compare(*runs)
+    assert (compared.texts, compared.unpaired) == (2 * CLIENTS, {})
     sizes = runs[0].info()["node_examples"]
     assert (len(sizes), sum(sizes)) == (CLIENTS, runs[0].info()["examples"]["training"])
-    assert {(one.mean, one.p, one.direction) for one in found.differences} == {
-        (0.0, 1.0, Direction.UNTOLD)
-    }
-    assert {one.attack for one in found.differences} == {None, "dlg", "probes"}
+    assert {
+        (difference.mean, difference.p, difference.direction) for difference in compared.differences
+    } == {(0.0, 1.0, Direction.UNTOLD)}
+    assert {difference.attack for difference in compared.differences} == {None, "dlg", "probes"}
 
 
 def test_who_reads_more_and_less_is_told(runs: tuple[Run, Run]) -> None:
     change(runs[0], "dlg", exact=False, rougeL=10.0)
     change(runs[1], "dlg", exact=True, rougeL=100.0)
     for pair, direction, sign in ((runs, Direction.WORSE, 1), (runs[::-1], Direction.BETTER, -1)):
-        of = {(one.attack, one.figure): one for one in compare(*pair).differences}
-        worst = of[None, "rougeL"]
+        differences = {
+            (difference.attack, difference.figure): difference
+            for difference in compare(*pair).differences
+        }
+        worst = differences[None, "rougeL"]
         assert (worst.mean, worst.direction) == (sign * 90.0, direction)
         assert -100.0 <= worst.low < worst.mean < worst.high <= 100.0
         assert worst.p == pytest.approx(2 * 0.5**CLIENTS)
         assert (worst.texts, worst.clients) == (2 * CLIENTS, CLIENTS)
-        assert of["dlg", "exact"].mean == sign
+        assert differences["dlg", "exact"].mean == sign
 
 
 def test_what_is_not_the_same_is_not_paired_and_said(runs: tuple[Run, Run]) -> None:
@@ -110,11 +113,11 @@ def test_what_is_not_the_same_is_not_paired_and_said(runs: tuple[Run, Run]) -> N
     foreign = json.loads((vault / f"{other}.json").read_text())
     foreign["sequences"] = foreign["sequences"][::-1]
     (vault / f"{other}.json").write_text(json.dumps(foreign))
-    found = compare(*runs)
-    assert found.texts == 2 * (CLIENTS - 2)
-    assert found.unpaired["the round and client are in one run only"] == 2
-    assert found.unpaired["the batch has other texts or other tokens"] == 2
-    assert found.unpaired["dlg: one run has no answer (rougeL)"] == 2
+    compared = compare(*runs)
+    assert compared.texts == 2 * (CLIENTS - 2)
+    assert compared.unpaired["the round and client are in one run only"] == 2
+    assert compared.unpaired["the batch has other texts or other tokens"] == 2
+    assert compared.unpaired["dlg: one run has no answer (rougeL)"] == 2
     drawn = [row.model_copy(update={"sampling": "Poisson"}) for row in runs[1].rows(LEDGER)]
     runs[1].write_rows(LEDGER, drawn)
     assert (
@@ -139,9 +142,9 @@ def test_runs_whose_sampling_drew_other_batches_stand_side_by_side(
         compare(*runs)
     drawn = [row.model_copy(update={"sampling": "Poisson"}) for row in runs[1].rows(LEDGER)]
     runs[1].write_rows(LEDGER, drawn)
-    found = compare(*runs)
-    assert (found.texts, found.differences) == (0, ())
-    exact = {row.figure: (row.before, row.after) for row in found.means}["exact"]
+    compared = compare(*runs)
+    assert (compared.texts, compared.differences) == (0, ())
+    exact = {row.figure: (row.before, row.after) for row in compared.means}["exact"]
     summaries = [run.read_document(SUMMARY).attacks["dlg"] for run in runs]
     assert exact[0] is not None
     assert exact[0].mean == pytest.approx(summaries[0].exact_match.mean)
@@ -227,11 +230,11 @@ def test_the_command_prints_tables_or_json(runs: tuple[Run, Run]) -> None:
     assert all(figure in text for figure in ("any attack", "ROUGE-L", "exact", "tokens"))
     assert "reads more" in " ".join(text.split())
     status, text, _ = call("compare", "a", "b", "--json")
-    (found,) = json.loads(text)
-    assert found["differences"][0]["direction"] == "reads more"
-    assert (found["correction"], found["tests"]) == (
+    (compared,) = json.loads(text)
+    assert compared["differences"][0]["direction"] == "reads more"
+    assert (compared["correction"], compared["tests"]) == (
         "Benjamini-Hochberg",
-        len(found["differences"]),
+        len(compared["differences"]),
     )
 
 
@@ -292,11 +295,11 @@ def test_p_are_corrected_for_how_many_they_are(ps: list[float]) -> None:
         )
         for p in ps
     ]  # fmt: skip
-    (found,) = corrected([lines])
-    assert [one.p for one in found] == ps
-    assert [one.p_adjusted for one in found] == pytest.approx(slowly_corrected(ps))
-    told = [one.direction is Direction.WORSE for one in found]
-    assert told == [one.p_adjusted <= 0.05 for one in found]
+    (adjusted,) = corrected([lines])
+    assert [difference.p for difference in adjusted] == ps
+    assert [difference.p_adjusted for difference in adjusted] == pytest.approx(slowly_corrected(ps))
+    worse = [difference.direction is Direction.WORSE for difference in adjusted]
+    assert worse == [difference.p_adjusted <= 0.05 for difference in adjusted]
 
 
 def test_all_runs_of_a_command_are_corrected_together(runs: tuple[Run, Run]) -> None:
@@ -305,6 +308,6 @@ def test_all_runs_of_a_command_are_corrected_together(runs: tuple[Run, Run]) -> 
     (alone,) = comparison.compare(runs[0], [runs[1]])
     beside, same = comparison.compare(runs[0], [runs[1], runs[0]])
     assert beside.tests == same.tests == 2 * alone.tests
-    ps = [one.p_adjusted for one in alone.differences]
+    ps = [difference.p_adjusted for difference in alone.differences]
     assert all(p <= q.p_adjusted for p, q in zip(ps, beside.differences, strict=True))
-    assert ps != [one.p_adjusted for one in beside.differences]
+    assert ps != [difference.p_adjusted for difference in beside.differences]

@@ -95,7 +95,7 @@ def experiment_of(*defense, **tables):
 
 
 def broken(findings):
-    return [(one.defense, one.claim) for one in findings if not one.holds]
+    return [(finding.defense, finding.claim) for finding in findings if not finding.holds]
 
 
 # --- what is right ------------------------------------------------------------------------------
@@ -114,24 +114,24 @@ def broken(findings):
 )
 def test_every_defense_does_what_it_says(model, algorithm):
     assert {
-        each["kind"] for each in [*ALL, ADAPTIVE, CENTRAL_DP, DP_FTRL]
+        table["kind"] for table in [*ALL, ADAPTIVE, CENTRAL_DP, DP_FTRL]
     } == defenses.kinds().keys()
     federation = TABLE["federation"] | {"algorithm": algorithm, "local_epochs": 2}
     findings = defense_checks.check(experiment_of(*ALL, model=model, federation=federation))
-    assert not broken(findings), [one for one in findings if not one.holds]
+    assert not broken(findings), [finding for finding in findings if not finding.holds]
     claims = {
-        number: [f.claim for f in findings if f.defense == f"defense[{number}] ({each['kind']})"]
-        for number, each in enumerate(ALL)
+        number: [f.claim for f in findings if f.defense == f"defense[{number}] ({table['kind']})"]
+        for number, table in enumerate(ALL)
     }
-    for number, each in enumerate(ALL):
+    for number, table in enumerate(ALL):
         first, *others = claims[number]
-        if each is SECURE_SUM:
+        if table is SECURE_SUM:
             assert "neither of two" in first
         else:
             assert first == DIFFERS
         noisy = ("gaussian_noise", "laplace_noise")
         number = {"dp_sgd": 8, "local_dp": 6, "cast": 0, **dict.fromkeys(noisy, 2)}
-        assert len(others) == number.get(each["kind"], 1)
+        assert len(others) == number.get(table["kind"], 1)
     assert [f.claim for f in findings if f.defense == "the update"] == [
         "what is shared and trained is sent, and nothing else",
         "the global weights move, and stay finite",
@@ -150,8 +150,8 @@ def test_every_defense_does_what_it_says(model, algorithm):
 def test_a_server_that_is_trusted_with_the_noise_is_checked(algorithm, table):
     federation = TABLE["federation"] | {"algorithm": algorithm}
     findings = defense_checks.check(experiment_of(table, federation=federation))
-    assert not broken(findings), [one for one in findings if not one.holds]
-    first, *others = [one.claim for one in findings if table["kind"] in one.defense]
+    assert not broken(findings), [finding for finding in findings if not finding.holds]
+    first, *others = [finding.claim for finding in findings if table["kind"] in finding.defense]
     if table is DP_FTRL:  # of six rounds together, too
         assert others[3:5] == others[1:3]
         del others[3:5]
@@ -174,7 +174,7 @@ def test_adapters_and_shared_parts_are_checked_as_they_are_sent():
     freeze = {"kind": "freeze", "parameters": ["classifier"]}
     share = {"share": ["layer.1.", "classifier"]}
     findings = defense_checks.check(experiment_of(DP_SGD, freeze, CLIP, model=model, update=share))
-    assert not broken(findings), [one for one in findings if not one.holds]
+    assert not broken(findings), [finding for finding in findings if not finding.holds]
 
 
 def test_random_words_without_a_response_check_a_loss_on_responses():
@@ -241,8 +241,8 @@ def noise_on_weights_alone(patch):
     def call(self, update, *, rng):
         noisy = original(self, update, rng=rng).tensors
         kept = {n: noisy[n] if v.dim() > 1 else v for n, v in update.tensors.items()}
-        one = max(kept, key=lambda name: kept[name].numel())
-        return dataclasses.replace(update, tensors=kept | {one: update.tensors[one]})
+        largest = max(kept, key=lambda name: kept[name].numel())
+        return dataclasses.replace(update, tensors=kept | {largest: update.tensors[largest]})
 
     patch.setattr(GaussianNoise, "__call__", call)
 
@@ -446,7 +446,7 @@ def clients_that_are_weighed_by_their_examples(patch):
     original = CentralDp.combined
 
     def combined(self, updates, *, rng):
-        short = [clipped(each, self.max_norm) for each in updates]
+        short = [clipped(update, self.max_norm) for update in updates]
         return original(self, [mean_update(short)] * len(short), rng=rng)
 
     patch.setattr(CentralDp, "combined", combined)
@@ -638,17 +638,17 @@ BROKEN = [
 @pytest.mark.parametrize(("table", "break_it", "claims"), BROKEN)
 def test_a_broken_defense_fails_where_it_is_broken(monkeypatch, table, break_it, claims):
     break_it(monkeypatch)
-    found = broken(defense_checks.check(experiment_of(table)))
-    assert {name for name, _ in found} == {f"defense[0] ({table['kind']})"}
-    assert len(found) == len(claims)
-    for (_, claim), expected in zip(found, claims, strict=True):
+    failures = broken(defense_checks.check(experiment_of(table)))
+    assert {name for name, _ in failures} == {f"defense[0] ({table['kind']})"}
+    assert len(failures) == len(claims)
+    for (_, claim), expected in zip(failures, claims, strict=True):
         assert expected in claim
 
 
 def test_one_broken_defense_of_several_is_named_by_its_place(monkeypatch):
     a_mask_that_scales(monkeypatch)
-    found = broken(defense_checks.check(experiment_of(CLIP, GAUSS | {"clients": [1]}, MASK)))
-    assert [name for name, _ in found] == ["defense[2] (mask)"]
+    failures = broken(defense_checks.check(experiment_of(CLIP, GAUSS | {"clients": [1]}, MASK)))
+    assert [name for name, _ in failures] == ["defense[2] (mask)"]
 
 
 def test_a_parameter_that_a_client_leaves_out_is_missed(monkeypatch):
@@ -682,15 +682,15 @@ def test_a_server_that_does_nothing_with_an_update_or_breaks_is_noticed(monkeypa
 
 @pytest.mark.parametrize(("table", "apart"), [(LOCAL_DP, 2.0), (DP_SGD, 1.0)])
 def test_canaries_are_as_far_apart_as_the_neighbours_of_the_event(monkeypatch, table, apart):
-    asked, original = [], lower_bounds.gaussian_bound
+    distances, original = [], lower_bounds.gaussian_bound
 
     def watched(*scores, per_score):
-        asked.append(per_score)
+        distances.append(per_score)
         return original(*scores, per_score=per_score)
 
     monkeypatch.setattr(lower_bounds, "gaussian_bound", watched)
     assert not broken(defense_checks.check(experiment_of(table)))
-    assert asked == [apart]
+    assert distances == [apart]
 
 
 # --- a run with a broken defense ----------------------------------------------------------------
@@ -725,7 +725,7 @@ def test_a_run_with_a_broken_defense_trains_nothing(tmp_path, monkeypatch, table
     assert "\n" not in message
     assert str(run.path / "checks.json") in message
     noted = run.read_json("checks.json")
-    assert {one["defense"] for one in noted if not one["holds"]} >= {
+    assert {finding["defense"] for finding in noted if not finding["holds"]} >= {
         f"defense[1] ({table['kind']})"
     }
     assert {"defense", "claim", "holds", "found"} == noted[0].keys()

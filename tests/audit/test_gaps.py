@@ -101,7 +101,7 @@ def gaps_of(
     changes: Mapping[str, Any] = MappingProxyType({}),
     captures: Sequence[Key] = KEYS,
     truths: Mapping[Key, Any] | None = None,
-    asked: Sequence[str] = (),
+    attack_names: Sequence[str] = (),
     prepared: Callable[[Run], Any] = lambda _: None,
     **info: Any,
 ) -> tuple[Run, Gaps]:
@@ -111,7 +111,7 @@ def gaps_of(
     prepared(run)
     given = {answer.id: answer for answer in answers}
     truths = KNOWN if truths is None else truths
-    find_gaps(Known(run, experiment, asked, given, rows, truths), gaps)
+    find_gaps(Known(run, experiment, attack_names, given, rows, truths), gaps)
     return run, gaps
 
 
@@ -122,20 +122,20 @@ def read(client: int, attack: str = "dlg", **more: Any) -> Answer:
 def test_a_whole_run_lacks_nothing(tmp_path: Path) -> None:
     answers = [read(client) for client in range(5)]
     rows = [row("dlg", client, (True, 100.0, 1.0)) for client in range(5)]
-    _, gaps = gaps_of(tmp_path, answers, rows, asked=["dlg"])
+    _, gaps = gaps_of(tmp_path, answers, rows, attack_names=["dlg"])
     assert gaps == Gaps()
 
 
 def test_failures_are_counted_with_their_reasons(tmp_path: Path) -> None:
     reasons = ["out of memory", "out of memory", "killed", "no time", "lost"]
     answers = [read(c, status="failed", reason=why) for c, why in enumerate(reasons[:4])]
-    run, gaps = gaps_of(tmp_path / "some", [*answers, read(4)], asked=["dlg"])
+    run, gaps = gaps_of(tmp_path / "some", [*answers, read(4)], attack_names=["dlg"])
     tries = f"`fedleak attack {run.path} --retry` tries them again"
     assert gaps.missing == [
         "4 of 5 answers failed (dlg: out of memory; dlg: killed; dlg: no time): " + tries
     ]
     answers.append(read(4, status="failed", reason=reasons[4]))
-    run, gaps = gaps_of(tmp_path / "all", answers, asked=["dlg"])
+    run, gaps = gaps_of(tmp_path / "all", answers, attack_names=["dlg"])
     tries = f"`fedleak attack {run.path} --retry` tries them again"
     assert gaps.missing == [
         "5 of 5 answers failed (dlg: out of memory; dlg: killed; dlg: no time; and 1 more "
@@ -150,7 +150,7 @@ def test_a_proof_that_the_truth_refutes_is_named(tmp_path: Path) -> None:
     rows = [row("dlg", c, (True, 100.0, 1.0), verified=c == 0) for c in range(5)]
     rows += [row("tag", c, (False, 0.0, 0.0)) for c in (1, 2, 3)]
     rows += [row("tag", 0, (False, 0.0, 0.0))]
-    _, gaps = gaps_of(tmp_path / "some", answers, rows, asked=["dlg"])
+    _, gaps = gaps_of(tmp_path / "some", answers, rows, attack_names=["dlg"])
     assert gaps.missing == [
         "6 of 9 answers claim a proof of what the client did not train on (of dlg, tag; for "
         "r0001-c01, r0001-c02, r0001-c00, and 1 more): they count as not proved, and no other "
@@ -161,10 +161,10 @@ def test_a_proof_that_the_truth_refutes_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("status", ["abstained", "inadmissible"])
 def test_that_nobody_answered_is_a_note(tmp_path: Path, status: str) -> None:
     answers = [read(client, status=status) for client in range(5)]
-    _, gaps = gaps_of(tmp_path / "all", answers, asked=["dlg"])
+    _, gaps = gaps_of(tmp_path / "all", answers, attack_names=["dlg"])
     assert (gaps.missing, gaps.unscored) == ([], 0)
     assert gaps.notes == ["no attack gave an answer: all 5 abstained or are inadmissible"]
-    _, gaps = gaps_of(tmp_path / "some", [*answers[:4], read(4)], asked=["dlg"])
+    _, gaps = gaps_of(tmp_path / "some", [*answers[:4], read(4)], attack_names=["dlg"])
     assert gaps.notes == []
 
 
@@ -188,7 +188,7 @@ def test_a_purged_run_lacks_nothing_but_the_end_of_its_purge(tmp_path: Path) -> 
     )
     for name, complete in (("whole", {"purge_complete": True}), ("old", {})):
         _, gaps = gaps_of(
-            tmp_path / name, [], rows, asked=["dlg"], captures=(), purged="a day", **complete
+            tmp_path / name, [], rows, attack_names=["dlg"], captures=(), purged="a day", **complete
         )
         assert gaps == Gaps(notes=[stay])
     run, gaps = gaps_of(tmp_path / "part", [], rows, purged="a day", purge_complete=False)
@@ -200,7 +200,9 @@ def test_a_purged_run_lacks_nothing_but_the_end_of_its_purge(tmp_path: Path) -> 
 
 def test_an_unfinished_run_says_how_far_it_is(tmp_path: Path) -> None:
     other = Key(7, 0)
-    _, gaps = gaps_of(tmp_path, asked=["dlg"], captures=[*KEYS[:2], other], status="interrupted")
+    _, gaps = gaps_of(
+        tmp_path, attack_names=["dlg"], captures=[*KEYS[:2], other], status="interrupted"
+    )
     assert gaps.missing == [
         "the run is not finished (interrupted): 2 of 5 captures are here; the "
         "command that began it goes on"
@@ -210,7 +212,7 @@ def test_an_unfinished_run_says_how_far_it_is(tmp_path: Path) -> None:
 
 def test_captures_that_are_gone_and_answers_that_are_missing_are_counted(tmp_path: Path) -> None:
     answers = [read(client) for client in range(4)]
-    run, gaps = gaps_of(tmp_path, answers, asked=["dlg", "tag"], captures=KEYS[4:])
+    run, gaps = gaps_of(tmp_path, answers, attack_names=["dlg", "tag"], captures=KEYS[4:])
     assert gaps.missing == [
         "4 of 5 captures are missing (r0001-c00, r0001-c01, r0001-c02, and 1 more): `fedleak run` "
         "with the experiment's file trains their rounds again",
@@ -225,7 +227,7 @@ def test_attacks_that_came_too_late_are_named(tmp_path: Path) -> None:
             run.captures.close(key, delete=True)
 
     answers = [read(client) for client in range(3)]
-    run, gaps = gaps_of(tmp_path, answers, asked=["tag", "dlg"], prepared=deleted)
+    run, gaps = gaps_of(tmp_path, answers, attack_names=["tag", "dlg"], prepared=deleted)
     assert gaps.missing == [
         "dlg, tag came after 4 of 5 captures were deleted (r0001-c00, r0001-c01, r0001-c02, and 1 "
         "more; audit.keep): only `fedleak run FILE --fresh` with audit.keep = 'all' captures them "
@@ -268,7 +270,7 @@ def test_shards_that_are_not_complete_are_named(tmp_path: Path) -> None:
 
 def test_rows_whose_answers_are_gone_are_named(tmp_path: Path) -> None:
     rows = [row(name, 0, (True, 100.0, 1.0)) for name in ("dlg", "tag", "lamp", "dager")]
-    run, gaps = gaps_of(tmp_path, [read(0, "dlg")], rows, captures=KEYS, asked=["dager"])
+    run, gaps = gaps_of(tmp_path, [read(0, "dlg")], rows, captures=KEYS, attack_names=["dager"])
     assert gaps.missing[-1] == (
         "answers of lamp, tag are gone: their rows stay as they were, and `fedleak attack "
         f"{run.path} --set 'attack=[...]'` gives them again"
@@ -281,7 +283,7 @@ def test_updates_without_a_truth_are_named(tmp_path: Path) -> None:
     unscored = {"status": UNSCORED, "batch_size": None, "texts": None}
     rows = [row("dlg", c, (True, 100.0, 1.0)) for c in (0, 1)]
     rows += [row("dlg", c, **unscored) for c in (2, 3, 4)]
-    run, gaps = gaps_of(tmp_path / "own", answers, rows, truths=truths, asked=["dlg"])
+    run, gaps = gaps_of(tmp_path / "own", answers, rows, truths=truths, attack_names=["dlg"])
     bare = (
         "3 of 5 captures have no truth in {}/vault (r0001-c02, r0001-c03, r0001-c04), so 3 answers "
         "are unscored: "

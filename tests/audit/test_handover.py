@@ -99,8 +99,8 @@ def test_one_vault_scores_one_client_and_the_other_stays_unscored(apart: Run) ->
     status, _, errors = call("score", str(apart.path), "--vault", "node-0")
     assert status == 1
     assert "1 of 2 captures have no truth" in errors
-    found = {row["client"]: row["batch_size"] for row in lines(apart, "leakage.jsonl")}
-    assert found == {0: 1, 1: None}
+    batch_sizes = {row["client"]: row["batch_size"] for row in lines(apart, "leakage.jsonl")}
+    assert batch_sizes == {0: 1, 1: None}
 
 
 def changed(name: str, **values: Any) -> Callable[[], None]:

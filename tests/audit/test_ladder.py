@@ -39,8 +39,8 @@ def experiment(**changes: Any) -> Experiment:
     return parse(tables({"threat.ladder": True, "attack": [DLG], **changes}))
 
 
-def told(found: Experiment) -> dict[str, tuple[str, ...]]:
-    return {each.name: tuple(sorted(each.threat.knows)) for each in found.attacks}
+def told(parsed: Experiment) -> dict[str, tuple[str, ...]]:
+    return {attack.name: tuple(sorted(attack.threat.knows)) for attack in parsed.attacks}
 
 
 def test_each_fact_that_an_attack_uses_makes_a_rung() -> None:
@@ -64,7 +64,7 @@ def test_a_fact_that_there_is_not_makes_none() -> None:
     uses = frozenset({"batch_size", "noise_scale", "nonsense"})
     attack: Any = SimpleNamespace(uses=uses)
     rungs = on_each_rung(NamedAttack("it", attack, ThreatModel()), {"batch_size", "labels"})
-    assert [each.name for each in rungs] == ["it", "it+batch_size"]
+    assert [rung.name for rung in rungs] == ["it", "it+batch_size"]
 
 
 def of_clients(
@@ -84,32 +84,32 @@ def of_clients(
 
 
 def climbed(*parts: Sequence[LeakageRow]) -> Ladder:
-    found = ladder(experiment(), list(itertools.chain(*parts)), {}, Largest())
-    assert found is not None
-    return found
+    built_ladder = ladder(experiment(), list(itertools.chain(*parts)), {}, Largest())
+    assert built_ladder is not None
+    return built_ladder
 
 
 def test_what_a_fact_is_worth_is_paired_with_nothing_told() -> None:
-    found = climbed(
+    built_ladder = climbed(
         of_clients("dlg", (), [10.0] * 10),
         of_clients("dlg+labels", ("labels",), [10.0] * 10),
         of_clients("dlg+lengths", ("lengths",), [100.0] * 10),
         of_clients("dlg+all", BOTH, [5.0] * 10),
         of_clients("dager", (), [50.0] * 10),
     )
-    assert [rung.granted for rung in found.rungs] == [(), ("labels",), ("lengths",), BOTH]
-    assert found.top.attacks == {"dlg": "dlg+all", "dager": "dager"}
-    means = [rung.worst_case.rougeL.mean for rung in found.rungs if rung.worst_case]
+    assert [rung.granted for rung in built_ladder.rungs] == [(), ("labels",), ("lengths",), BOTH]
+    assert built_ladder.top.attacks == {"dlg": "dlg+all", "dager": "dager"}
+    means = [rung.worst_case.rougeL.mean for rung in built_ladder.rungs if rung.worst_case]
     # No rung takes what another one read: with both facts dager's 50 is the best.
     assert means == [50.0, 50.0, 100.0, 50.0]
     worth = {
-        (one.attack, rung.granted): one
-        for rung in found.rungs
-        for one in rung.worth
-        if one.figure == "rougeL"
+        (difference.attack, rung.granted): difference
+        for rung in built_ladder.rungs
+        for difference in rung.worth
+        if difference.figure == "rougeL"
     }
-    assert set(worth) == {(a, r.granted) for a in (None, "dlg") for r in found.rungs[1:]}
-    assert {key: one.mean for key, one in worth.items() if key[0]} == {
+    assert set(worth) == {(a, r.granted) for a in (None, "dlg") for r in built_ladder.rungs[1:]}
+    assert {key: difference.mean for key, difference in worth.items() if key[0]} == {
         ("dlg", ("labels",)): 0.0, ("dlg", ("lengths",)): 90.0, ("dlg", BOTH): -5.0
     }  # fmt: skip
     assert worth["dlg", ("lengths",)].direction is Direction.WORSE
@@ -118,7 +118,7 @@ def test_what_a_fact_is_worth_is_paired_with_nothing_told() -> None:
     lengths = worth["dlg", ("lengths",)]
     assert lengths.p == pytest.approx(2 * 0.5**10)
     assert lengths.p < lengths.p_adjusted < 0.05
-    assert found.left_out == {
+    assert built_ladder.left_out == {
         "batch_size": "used by none of dager, dlg", "noise_scale": "no defense adds noise"
     }  # fmt: skip
 
@@ -127,18 +127,18 @@ def test_a_client_that_has_no_such_fact_is_not_counted() -> None:
     some = of_clients("dlg+lengths", ("lengths",), [90.0] * 4)
     some[0] = some[0].model_copy(update={"knows": ()})
     (_, _, rung, _) = climbed(of_clients("dlg", (), [10.0] * 4), some).rungs
-    assert {one.clients for one in rung.worth} == {3}
-    assert {one.mean for one in rung.worth if one.figure == "rougeL"} == {80.0}
+    assert {difference.clients for difference in rung.worth} == {3}
+    assert {difference.mean for difference in rung.worth if difference.figure == "rougeL"} == {80.0}
 
 
 def test_without_rungs_there_is_no_ladder() -> None:
     plain = experiment(**{"threat.ladder": False})
     assert ladder(plain, of_clients("dlg", BOTH, [1.0]), {}, Largest()) is None
-    asked = ladder(experiment(), of_clients("dager", (), [1.0]), {}, Largest())
-    assert asked is not None
+    unanswered = ladder(experiment(), of_clients("dager", (), [1.0]), {}, Largest())
+    assert unanswered is not None
     # They were asked for, and none has an answer yet.
-    assert [rung.attacks for rung in asked.rungs] == [{"dager": "dager"}] * 4
-    assert [len(rung.worth) for rung in asked.rungs] == [0] * 4
+    assert [rung.attacks for rung in unanswered.rungs] == [{"dager": "dager"}] * 4
+    assert [len(rung.worth) for rung in unanswered.rungs] == [0] * 4
 
 
 CHANGES: dict[str, Any] = {"federation.batch_size": 2, "attack": [DLG]}
@@ -171,9 +171,11 @@ def ran(ran_once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_proc
 
 def answers(run: Path, attack: str) -> list[Any]:
     """Returns what an attack answered, apart from its name and its seconds."""
-    found = Run(run).rows(records.answers(Run(run).fingerprint()))
+    all_answers = Run(run).rows(records.answers(Run(run).fingerprint()))
     return [
-        each.model_dump(exclude={"attack", "seconds"}) for each in found if each.attack == attack
+        answer.model_dump(exclude={"attack", "seconds"})
+        for answer in all_answers
+        if answer.attack == attack
     ]
 
 
@@ -197,8 +199,8 @@ def test_a_run_without_a_ladder_gets_one_from_the_same_captures(ran: Path) -> No
     assert "what each fact is worth" in text
     assert answers(ran / "nothing", "dlg") == before
     assert answers(ran / "nothing", "dlg+all") == answers(ran / "rungs", "dlg+all")
-    found = [Run(ran / name).read_document(SUMMARY).ladder for name in ("nothing", "rungs")]
-    assert found[0] == found[1]
+    ladders = [Run(ran / name).read_document(SUMMARY).ladder for name in ("nothing", "rungs")]
+    assert ladders[0] == ladders[1]
     Path("nothing.toml").write_text(toml(CHANGES | {"name": "nothing", "threat.ladder": True}))
     status, _, errors = call("run", "nothing.toml")
     assert status == 2
@@ -231,8 +233,8 @@ def test_the_gate_takes_the_rung_that_reads_most(ran: Path) -> None:
     evidence = gather(run)
 
     def check(limit: float, evidence: Evidence) -> Check:
-        (found,) = limit_checks(GateTable(rougeL=limit), evidence)
-        return found
+        (limit_check,) = limit_checks(GateTable(rougeL=limit), evidence)
+        return limit_check
 
     exceeded = check(most - 0.01, evidence)
     assert exceeded.outcome is Outcome.EXCEEDED
@@ -251,20 +253,30 @@ def test_runs_with_ladders_are_compared_rung_by_rung(ran: Path) -> None:
     run = Run(ran / "rungs")
     everything = row("", 0, (True, 100.0, 1.0), (True, 100.0, 1.0)).texts
     rows = [
-        each.model_copy(update={"texts": everything}) if each.attack == "dlg+labels" else each
-        for each in run.rows(LEAKAGE)
+        leakage_row.model_copy(update={"texts": everything})
+        if leakage_row.attack == "dlg+labels"
+        else leakage_row
+        for leakage_row in run.rows(LEAKAGE)
     ]
     run.write_rows(LEAKAGE, rows)
-    (found,) = compare(run, [run])
-    assert {one.attack for one in found.differences} == {
+    (compared,) = compare(run, [run])
+    assert {difference.attack for difference in compared.differences} == {
         None, "dlg", "dlg+labels", "dlg+lengths", "dlg+all", "probes"
     }  # fmt: skip
-    best = next(one for one in found.differences if (one.attack, one.figure) == (None, "rougeL"))
+    best = next(
+        difference
+        for difference in compared.differences
+        if (difference.attack, difference.figure) == (None, "rougeL")
+    )
     assert best.before == pytest.approx(
         run.read_document(SUMMARY).ladder.top.worst_case.rougeL.mean
     )
     # Another rung reads more, and is another attacker.
-    rungs = [one.before for one in found.differences if one.attack and one.figure == "rougeL"]
+    rungs = [
+        difference.before
+        for difference in compared.differences
+        if difference.attack and difference.figure == "rougeL"
+    ]
     assert best.before < max(rungs) == 100.0
 
 

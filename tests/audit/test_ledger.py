@@ -61,8 +61,8 @@ def captured(run: Run, *keys: Key) -> None:
 
 
 def spent(events: int) -> float:
-    (found,) = privacy.compose([EVENT] * events, 1e-5, "prv")
-    return found.epsilon
+    (composed,) = privacy.compose([EVENT] * events, 1e-5, "prv")
+    return composed.epsilon
 
 
 def epsilons(rows: list[LedgerRow]) -> Mapping[tuple[int, int], object]:

@@ -78,7 +78,7 @@ def attacked(folder, tmp_path_factory):
 def figures(run):
     summary = run.read_document(SUMMARY)
     assert not summary.missing
-    return {each.score: each for each in summary.membership.figures}
+    return {figure.score: figure for figure in summary.membership.figures}
 
 
 # --- the list -----------------------------------------------------------------------------------
@@ -101,9 +101,9 @@ def test_each_text_of_a_batch_stands_beside_a_held_out_one_of_its_class():
     assert made == questions(truth, held_out, seed=0, clients=1)
     assert len(made.pairs) == 6
     assert len(made.asked.public) == 45  # half of them, which is less than 200
-    texts = [one.ids for one in made.asked.listed]
+    texts = [example.ids for example in made.asked.listed]
     assert len(set(texts)) == 12
-    assert not set(texts) & {one.ids for one in made.asked.public}
+    assert not set(texts) & {example.ids for example in made.asked.public}
     for member, other in made.pairs:
         assert texts[member] in truth.sequences
         assert texts[other] in held_out.sequences
@@ -127,7 +127,11 @@ def test_a_text_on_both_sides_or_without_a_partner_is_left_out():
     made = questions(
         truth_of([*ids(10, 3), (1, 11, 2)]), KeptTexts(sequences=known), seed=0, clients=1
     )
-    assert {one.ids for one, i in zip(made.asked.listed, made.inside, strict=True) if i} == {
+    assert {
+        example.ids
+        for example, inside in zip(made.asked.listed, made.inside, strict=True)
+        if inside
+    } == {
         (1, 11, 2),
         (1, 12, 2),
     }
@@ -139,7 +143,7 @@ def test_a_text_on_both_sides_or_without_a_partner_is_left_out():
 
 def test_only_the_attack_that_is_asked_gets_the_list(attacked):
     experiment = experiment_of(**{"threat.knows": ["labels"]})
-    threats = {each.name: each.threat.knows for each in experiment.attacks}
+    threats = {attack.name: attack.threat.knows for attack in experiment.attacks}
     assert threats == {
         "membership": frozenset({"labels", "candidates"}),
         "probes": frozenset({"labels"}),
@@ -153,16 +157,16 @@ def test_only_the_attack_that_is_asked_gets_the_list(attacked):
 
 
 def test_who_was_in_an_update_without_a_defense_is_told(attacked):
-    found = figures(attacked)
-    assert found["residual"].auc.mean > 0.95
-    assert found["residual"].p < 0.01
-    assert found["residual"].epsilon > 0.5
-    assert found["cosine"].auc.mean < found["residual"].auc.mean
+    by_score = figures(attacked)
+    assert by_score["residual"].auc.mean > 0.95
+    assert by_score["residual"].p < 0.01
+    assert by_score["residual"].epsilon > 0.5
+    assert by_score["cosine"].auc.mean < by_score["residual"].auc.mean
     # Some held-out texts stand beside two texts of a client, in two rounds: they count once.
-    assert found["residual"].members == 48
-    assert found["residual"].pairs == found["residual"].controls > 30
-    assert found["residual"].found_at_1_percent is None  # fewer than 100 controls
-    assert [each.round for each in found["residual"].rounds] == [1, 2]
+    assert by_score["residual"].members == 48
+    assert by_score["residual"].pairs == by_score["residual"].controls > 30
+    assert by_score["residual"].found_at_1_percent is None  # fewer than 100 controls
+    assert [round_figure.round for round_figure in by_score["residual"].rounds] == [1, 2]
 
 
 def test_texts_that_are_not_in_the_update_are_told_apart_by_chance(attacked):
@@ -179,17 +183,17 @@ def test_texts_that_are_not_in_the_update_are_told_apart_by_chance(attacked):
             update=attacked.captures.read_capture(key).update,
             knowledge=knowledge(attacked, other, ASKED),
         )
-        found = Membership()(seen, model, rng=stream(0))
+        reconstruction = Membership()(seen, model, rng=stream(0))
         truths[other] = read_truth(attacked, other)
-        answers[other, "membership"] = answer_of(other, found.scores)
+        answers[other, "membership"] = answer_of(other, reconstruction.scores)
     rows = membership.membership_rows(experiment, held_out, {}, answers, truths, [])
     summary = membership.summarised(experiment, rows, Largest())
     assert len(summary.figures) == 4
-    for each in summary.figures:
-        assert abs(each.auc.mean - 0.5) < 0.2
-        assert each.auc.low < 0.5 < each.auc.high
-        assert each.p > 0.05
-        assert each.epsilon == 0.0
+    for figure in summary.figures:
+        assert abs(figure.auc.mean - 0.5) < 0.2
+        assert figure.auc.low < 0.5 < figure.auc.high
+        assert figure.p > 0.05
+        assert figure.epsilon == 0.0
 
 
 def answer_of(key, scores):
@@ -226,10 +230,10 @@ def answer_of(key, scores):
 def test_it_works_under_noise_on_sums_and_after_local_training(tmp_path, changes, limit):
     """The areas are 0.97, 0.75 and 1: to be wrong about the sum, rounding had to move 38 pairs."""
     run = carried_out(tmp_path, experiment_of(**SMALLER | changes))
-    found = figures(run)["residual"]
-    assert found.auc.mean > limit
+    figure = figures(run)["residual"]
+    assert figure.auc.mean > limit
     sums = "secure_sum" in str(changes)
-    assert found.clients == (None if sums else 4)
+    assert figure.clients == (None if sums else 4)
     assert {row.client for row in run.rows(MEMBERSHIP)} == ({EVERYONE} if sums else {*range(4)})
 
 
@@ -241,9 +245,9 @@ def test_updates_of_a_round_that_are_asked_together_are_calibrated_on_each_other
         for at_once in (8, 1)
     )
     assert figures(together).keys() - figures(alone).keys() == {"calibrated"}
-    found = figures(together)["calibrated"]
-    assert (found.updates, found.clients, found.pairs) == (4, 4, 16)
-    assert found.auc.mean > 0.9
+    figure = figures(together)["calibrated"]
+    assert (figure.updates, figure.clients, figure.pairs) == (4, 4, 16)
+    assert figure.auc.mean > 0.9
     for row, other in zip(together.rows(MEMBERSHIP), alone.rows(MEMBERSHIP), strict=True):
         assert row.scores["residual"] == pytest.approx(other.scores["residual"], rel=1e-3, abs=1e-3)
 
@@ -260,7 +264,7 @@ def test_rows_stay_where_the_truth_is_gone(tmp_path):
 def test_score_and_report_show_it_and_say_what_it_assumes(attacked, tmp_path):
     code, out, _ = call("score", str(attacked.path))
     assert code == 0
-    said = " ".join(out.split())
+    shown = " ".join(out.split())
     for words in (
         "membership: which texts were in an update",
         "0.5 is chance",
@@ -268,7 +272,7 @@ def test_score_and_report_show_it_and_say_what_it_assumes(attacked, tmp_path):
         "decided before training",
         "assumes nothing of the mechanism",
     ):
-        assert words in said
+        assert words in shown
     page = tmp_path / "report.html"
     code, _, _ = call("report", str(attacked.path), "--out", str(page))
     assert code == 0
@@ -300,15 +304,15 @@ def test_the_area_is_the_share_of_pairs_of_a_list_in_the_right_order():
         ]
         rows.append(row(client, inside, rng.integers(0, 5, 12).tolist()))
     right = count = 0
-    for one in rows:
-        for i, was_in in enumerate(one.inside):
-            for j, other_in in enumerate(one.inside):
+    for client_row in rows:
+        for i, was_in in enumerate(client_row.inside):
+            for j, other_in in enumerate(client_row.inside):
                 if was_in and not other_in:
-                    a, b = one.scores["s"][i], one.scores["s"][j]
+                    a, b = client_row.scores["s"][i], client_row.scores["s"][j]
                     right, count = right + (a > b) + 0.5 * (a == b), count + 1
-    (found,) = membership.summarised(experiment_of(), rows, Largest()).figures
-    assert found.auc.mean == pytest.approx(right / count)
-    assert found.auc.low < found.auc.mean < found.auc.high
+    (figure,) = membership.summarised(experiment_of(), rows, Largest()).figures
+    assert figure.auc.mean == pytest.approx(right / count)
+    assert figure.auc.low < figure.auc.mean < figure.auc.high
 
 
 @pytest.mark.parametrize("accused", membership.ACCUSED)
@@ -318,9 +322,9 @@ def test_those_found_are_above_all_but_a_share_of_the_others(accused):
     members = [membership._Text(i % 20, score, True) for i, score in enumerate(scores)]
     allowed = [t for t in sorted([*controls, *scores]) if (controls > t).mean() <= accused]
     slow = (scores > allowed[0]).mean()
-    found = membership.found_where(members, controls, accused, 0)
-    assert found.mean == pytest.approx(slow, abs=0.003)
-    assert found.low < found.mean <= found.high
+    share = membership.found_where(members, controls, accused, 0)
+    assert share.mean == pytest.approx(slow, abs=0.003)
+    assert share.low < share.mean <= share.high
     enough = math.ceil(1 / accused - 1e-9)
     assert membership.found_where(members, controls[:enough], accused, 0) is not None
     assert membership.found_where(members, controls[: enough - 1], accused, 0) is None
@@ -344,11 +348,11 @@ def test_the_interval_of_those_found_has_the_error_of_the_threshold():
     members = [
         membership._Text(i % 20, score, True) for i, score in enumerate(rng.normal(1, 1, 500))
     ]
-    found = membership.found_where(members, controls, 0.01, 0)
-    assert found.low == 0  # of 100 controls none is surely above 99 % of all
-    assert found.high > (np.array([text.score for text in members]) > np.sort(controls)[-4]).mean()
+    share = membership.found_where(members, controls, 0.01, 0)
+    assert share.low == 0  # of 100 controls none is surely above 99 % of all
+    assert share.high > (np.array([text.score for text in members]) > np.sort(controls)[-4]).mean()
     surer = membership.found_where(members, rng.normal(size=100_000), 0.01, 0)
-    assert surer.high - surer.low < 0.6 * (found.high - found.low)
+    assert surer.high - surer.low < 0.6 * (share.high - share.low)
 
 
 def test_several_scores_share_the_error_of_p_and_of_the_bounds():
@@ -359,7 +363,10 @@ def test_several_scores_share_the_error_of_p_and_of_the_bounds():
         for client, inside in enumerate(insides)
     ]
     (alone,) = membership.summarised(experiment_of(), rows, Largest()).figures
-    twice = [one.model_copy(update={"scores": one.scores | {"t": one.scores["s"]}}) for one in rows]
+    twice = [
+        client_row.model_copy(update={"scores": client_row.scores | {"t": client_row.scores["s"]}})
+        for client_row in rows
+    ]
     for shared in membership.summarised(experiment_of(), twice, Largest()).figures:
         assert 0 < alone.p < 0.5
         assert shared.p / alone.p == pytest.approx(2)
@@ -376,8 +383,8 @@ def test_a_text_has_the_same_number_and_partner_in_every_round():
     ]
     assert paired[0] == paired[1]
     assert rows[0].texts != rows[1].texts  # the order is another
-    (found,) = membership.summarised(experiment_of(), rows, Largest()).figures
-    assert (found.members, found.controls, found.pairs, found.updates) == (4, 4, 4, 2)
+    (figure,) = membership.summarised(experiment_of(), rows, Largest()).figures
+    assert (figure.members, figure.controls, figure.pairs, figure.updates) == (4, 4, 4, 2)
 
 
 def test_clients_prefer_different_held_out_texts():
@@ -400,7 +407,7 @@ def test_intervals_of_scores_that_are_calibrated_on_each_other_have_the_true_val
         own_CK = scores_UCK[range(8), range(8)] + rng.uniform(0.5, 2.5, (8, 1)) * np.array(inside)
         others_CK = (scores_UCK.sum(0) - scores_UCK[range(8), range(8)]) / 7
         rows = [row(client, inside, own_CK[client] - others_CK[client]) for client in range(8)]
-        rows = [one.model_copy(update={"pairs": ()}) for one in rows]
+        rows = [client_row.model_copy(update={"pairs": ()}) for client_row in rows]
         return membership.summarised(experiment_of(), rows, Largest()).figures[0].auc
 
     audits = [drawn() for _ in range(100)]
@@ -417,13 +424,15 @@ def test_rounds_together_tell_more_than_one_alone():
         for client, texts in ((c, range(100 * c, 100 * c + 16)) for c in range(20))
         for round in range(1, 26)
     ]
-    (found,) = membership.summarised(experiment_of(), rows, Largest()).figures
+    (figure,) = membership.summarised(experiment_of(), rows, Largest()).figures
     # Of one round N(0.5, 1) against N(0, 1), of 25 together N(2.5, 1).
-    assert np.mean([each.auc for each in found.rounds]) == pytest.approx(0.638, abs=0.02)
-    assert found.auc.mean == pytest.approx(0.961, abs=0.02)
-    assert (found.members, found.pairs) == (160, 160)
-    assert found.found_at_1_percent.mean == pytest.approx(0.57, abs=0.15)
-    assert [point.accused for point in found.roc] == list(membership.ACCUSED[1:])
+    assert np.mean([round_figure.auc for round_figure in figure.rounds]) == pytest.approx(
+        0.638, abs=0.02
+    )
+    assert figure.auc.mean == pytest.approx(0.961, abs=0.02)
+    assert (figure.members, figure.pairs) == (160, 160)
+    assert figure.found_at_1_percent.mean == pytest.approx(0.57, abs=0.15)
+    assert [point.accused for point in figure.roc] == list(membership.ACCUSED[1:])
 
 
 @pytest.mark.parametrize("sigma", [0.5, 1.0, 3.0])
@@ -462,25 +471,22 @@ def suspects(tmp_path):
 def test_a_file_asks_about_its_texts(tmp_path, suspects):
     of_file = {"kind": "membership", "name": "suspects", "candidates": str(suspects)}
     run = carried_out(tmp_path, experiment_of(**{"attack": [of_file]}))
-    found = figures(run)["residual"]
-    assert found.auc.mean > 0.95
-    assert (found.p, found.epsilon, found.pairs) == (None, None, 0)
-    assert "file" in found.no_bound
+    figure = figures(run)["residual"]
+    assert figure.auc.mean > 0.95
+    assert (figure.p, figure.epsilon, figure.pairs) == (None, None, 0)
+    assert "file" in figure.no_bound
     rows = run.rows(MEMBERSHIP)
-    for each in rows:
-        assert sorted(each.texts) == list(range(40))
-        members = {line for line, inside in zip(each.texts, each.inside, strict=True) if inside}
+    for row in rows:
+        assert sorted(row.texts) == list(range(40))
+        members = {line for line, inside in zip(row.texts, row.inside, strict=True) if inside}
         assert members <= set(range(20))
     # 48 texts in all of clients' batches of two rounds: no text of the file was missed.
-    asked = {
-        line
-        for each in rows
-        for line, inside in zip(each.texts, each.inside, strict=True)
-        if inside
+    lines_inside = {
+        line for row in rows for line, inside in zip(row.texts, row.inside, strict=True) if inside
     }
     trained = {ids for key in run.captures.all_keys() for ids in read_truth(run, key).sequences}
     listed = [tuple(ids) for ids in run.read_json("candidates/suspects.json")["sequences"]]
-    assert asked == {line for line, ids in enumerate(listed) if ids in trained}
+    assert lines_inside == {line for line, ids in enumerate(listed) if ids in trained}
     assert rows == list(fedleak.read_results(run.path).membership)
     table = fedleak.read_results(run.path).membership_to_pandas()
     assert len(table) == 40 * 12

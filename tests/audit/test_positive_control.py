@@ -99,10 +99,10 @@ def test_it_tells_attacks_that_can_read_from_those_that_cannot(run: Run) -> None
     assert control.together.rougeL == 100.0
     assert run.read_document(SUMMARY).attacks["keyspan"].answers == 0
     _, shown, _ = call("score", str(run.path))
-    said = " ".join(shown.split())
-    assert "Of 3 plain gradients of these batches, without any defense, the same attacks" in said
-    assert "read 100 % of the texts word for word (" in said
-    assert "keyspan 100 %" in said
+    text = " ".join(shown.split())
+    assert "Of 3 plain gradients of these batches, without any defense, the same attacks" in text
+    assert "read 100 % of the texts word for word (" in text
+    assert "keyspan 100 %" in text
 
 
 def test_a_copy_is_the_plain_gradient_of_the_clients_first_texts(run: Run) -> None:
@@ -184,8 +184,8 @@ def test_an_attack_on_copies_alone_does_not_count(run: Run) -> None:
     control = control_of(run).path
     attacks = '[{kind="keyspan", name="other"}, {kind="dlg", steps=3, name="longer"}]'
     assert call("attack", str(control), "--set", f"attack={attacks}")[0] == 0
-    found, _, _ = rescored(run)
-    assert set(found.attacks) == {"probes", "keyspan", "dlg"}
+    rescored_control, _, _ = rescored(run)
+    assert set(rescored_control.attacks) == {"probes", "keyspan", "dlg"}
 
 
 def test_an_attack_that_failed_on_copies_is_tried_again(run: Run) -> None:
@@ -198,8 +198,8 @@ def test_an_attack_that_failed_on_copies_is_tried_again(run: Run) -> None:
         for answer in control.rows(lines)
     ]
     control.write_rows(lines, failed)
-    found, status, errors = rescored(run)
-    assert (found.attacks["keyspan"].read, status) == (0, 1)
+    rescored_control, status, errors = rescored(run)
+    assert (rescored_control.attacks["keyspan"].read, status) == (0, 1)
     assert "positive control: 3 of 9 answers failed (keyspan: crashed)" in errors
     assert call("attack", str(run.path), "--retry")[0] == 0
     assert run.read_document(SUMMARY).positive_control.attacks["keyspan"].read == COPIES
@@ -209,8 +209,8 @@ def test_copies_of_other_batches_do_not_count(run: Run) -> None:
     vault = run.path / "vault"
     first, second = (vault / f"{key}.json" for key in control_of(run).captures.all_keys()[:2])
     first.write_text(second.read_text().replace('"client": 1', '"client": 0'))
-    found, status, errors = rescored(run)
-    assert (found, status) == (None, 1)
+    rescored_control, status, errors = rescored(run)
+    assert (rescored_control, status) == (None, 1)
     assert "holds no copies of this run's batches" in errors
 
 
@@ -224,8 +224,8 @@ def test_purge_deletes_the_copies_and_keeps_the_figures(run: Run) -> None:
 def test_a_link_in_its_place_is_not_followed(run: Run, tmp_path: Path) -> None:
     shutil.move(control_of(run).path, tmp_path / "elsewhere")
     control_of(run).path.symlink_to(tmp_path / "elsewhere")
-    found, status, errors = rescored(run)
-    assert (found, status) == (None, 1)
+    rescored_control, status, errors = rescored(run)
+    assert (rescored_control, status) == (None, 1)
     assert "positive-control" in errors
     assert call("attack", str(run.path))[0] == 1
 
@@ -305,12 +305,12 @@ def test_copies_are_made_once_in_a_run_of_their_own(
     experiment = parse(tables({"federation.clients": 2}))
     truths = [truth_of(1, client, [(2, 5, 3)]) for client in range(2)]
     run = run_of(tmp_path / "run", experiment, truths, num_labels=5)
-    asked: list[list[Key]] = []
+    requested: list[list[Key]] = []
 
-    def make(of: Run, control: Run, plain: Experiment, keys: Sequence[Key]) -> None:
-        assert (of.path, control.path) == (run.path, control_of(run).path)
+    def make(source: Run, control: Run, plain: Experiment, keys: Sequence[Key]) -> None:
+        assert (source.path, control.path) == (run.path, control_of(run).path)
         assert plain == undefended(experiment, [Key(1, 0), Key(1, 1)])
-        asked.append([*keys])
+        requested.append([*keys])
         for key in keys[:1]:
             known = Knowledge(learning_rate=0.1, local_steps=1, dropout=False)
             update = ClientUpdate(UpdateKind.GRADIENT, {"a": torch.zeros(1)}, 1)
@@ -321,7 +321,7 @@ def test_copies_are_made_once_in_a_run_of_their_own(
     for _ in range(3):
         plain = make_copies(run, experiment)
     assert plain == undefended(experiment, [Key(1, 0), Key(1, 1)])
-    assert asked == [[Key(1, 0), Key(1, 1)], [Key(1, 1)]]
+    assert requested == [[Key(1, 0), Key(1, 1)], [Key(1, 1)]]
     info = control_of(run).info()
     assert info["experiment"] == plain.model_dump(mode="json")
     assert (info["fingerprint"], info["status"]) == (plain.fingerprint, "running")
@@ -378,8 +378,8 @@ def test_what_was_tried_on_the_run_in_the_same_way_counts(changes: Mapping[str, 
         1, 5, **{"settings": {"kind": "dager", "a": 1}, "granted": facts[::-1]} | changes
     )
     rows = [row("dager", 0, (True, 100.0, 1.0)), row("dager", 1, (False, 0.0, 0.0))]
-    found = summarised(rows, [answer], [of_run])
-    assert found == (None if changes else of_rows(rows[:1]))
+    control = summarised(rows, [answer], [of_run])
+    assert control == (None if changes else of_rows(rows[:1]))
 
 
 # --- the gate -------------------------------------------------------------------------------------

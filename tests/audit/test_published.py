@@ -73,15 +73,15 @@ def run(experiment, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def asked(experiment, run):
+def model_and_secrets(experiment, run):
     """Its last model, and its secrets."""
     model = loading.load(experiment.model_spec(run.info()["num_labels"]))
     models.load_parameters_(model, run.models.read_model(3))
     return model, secrets(experiment, read_held_out(run).sequences, model)
 
 
-def test_secrets_stand_as_often_in_the_data_as_announced(experiment, asked):
-    model, planted = asked
+def test_secrets_stand_as_often_in_the_data_as_announced(experiment, model_and_secrets):
+    model, planted = model_and_secrets
     workload = divide(experiment, read_data(experiment), model)
     assert [secret.count for secret in planted[:6]] == [1, 1, 1, 24, 24, 24]
     assert {secret.client for secret in planted[12:]} == {NOBODY}
@@ -174,8 +174,8 @@ def slow_logits(model, ids):
     return logits[0].log_softmax(-1)
 
 
-def test_likelihoods_and_texts_are_those_of_a_slow_model(experiment, run, asked):
-    model, planted = asked
+def test_likelihoods_and_texts_are_those_of_a_slow_model(experiment, run, model_and_secrets):
+    model, planted = model_and_secrets
     model.module.eval()
     some = planted[1:7]
     before = loading.load(experiment.model_spec(run.info()["num_labels"]))
@@ -188,16 +188,16 @@ def test_likelihoods_and_texts_are_those_of_a_slow_model(experiment, run, asked)
         prompt = list(secret.ids[: secret.prompt])
         at_TV = slow_logits(model, [*prompt, *content])[secret.prompt - 1 :]
         likelihoods.append(sum(float(at_TV[place, token]) for place, token in enumerate(content)))
-        said, contrasted = list(prompt), list(prompt)
+        continued, contrasted = list(prompt), list(prompt)
         for _ in content:
-            said.append(int(slow_logits(model, said)[-1].argmax()))
+            continued.append(int(slow_logits(model, continued)[-1].argmax()))
             now_V = slow_logits(model, contrasted)[-1]
             then_V = slow_logits(before, contrasted)[-1]
             plausible_V = now_V.exp() >= 0.1 * now_V.exp().max()
             contrasted.append(int((2 * now_V - then_V).where(plausible_V, -math.inf).argmax()))
-        greedy.append(said[secret.prompt :] == content)
-        if special.isdisjoint(said[secret.prompt :]):
-            spoken.append(replace(secret, ids=tuple(said)))
+        greedy.append(continued[secret.prompt :] == content)
+        if special.isdisjoint(continued[secret.prompt :]):
+            spoken.append(replace(secret, ids=tuple(continued)))
         contrastive.append(contrasted[secret.prompt :] == content)
     assert decoding.log_likelihoods(model, some) == pytest.approx(likelihoods, abs=1e-3)
     assert list(decoding.written(model, some)) == greedy

@@ -144,8 +144,8 @@ def test_no_more_of_an_answer_is_compared_than_a_model_takes(bert_tiny, sequence
 
 
 def test_marks_and_their_absence_do_not_change_content(bert_tiny, sequences):
-    (one,) = sequences[:1]
-    bare = score_sequences([one[1:-1]], [one], bert_tiny)
+    (sequence,) = sequences[:1]
+    bare = score_sequences([sequence[1:-1]], [sequence], bert_tiny)
     assert bare.exact_match == 1.0
     assert bare.content.rougeL == 100.0
     assert bare.paper.rougeL < 100.0
@@ -167,17 +167,17 @@ def test_a_text_without_content_is_scored(bert_tiny):
 def test_a_guess_scores_what_chance_does(bert_tiny, sequences):
     """The mean over all held-out texts is what ten draws estimate."""
     held_out = sequences[20:]
-    texts = [bert_tiny.decode(one) for one in sequences]
-    found, chance, variance = [], [], []
-    for n, one in enumerate(sequences[:20]):
-        found.append(guess(held_out, truth_of(1, n, [one]), bert_tiny, 0).content.rougeL)
-        each = [rouge(other, texts[n]).rougeL for other in texts[20:]]
-        chance.append(statistics.fmean(each))
-        variance.append(statistics.pvariance(each) / answer_scores.GUESSES)
+    texts = [bert_tiny.decode(sequence) for sequence in sequences]
+    guessed, chance, variance = [], [], []
+    for n, sequence in enumerate(sequences[:20]):
+        guessed.append(guess(held_out, truth_of(1, n, [sequence]), bert_tiny, 0).content.rougeL)
+        rouges = [rouge(other, texts[n]).rougeL for other in texts[20:]]
+        chance.append(statistics.fmean(rouges))
+        variance.append(statistics.pvariance(rouges) / answer_scores.GUESSES)
     error = math.sqrt(sum(variance)) / 20
-    assert statistics.fmean(found) == pytest.approx(statistics.fmean(chance), abs=4 * error)
+    assert statistics.fmean(guessed) == pytest.approx(statistics.fmean(chance), abs=4 * error)
     assert 0 < statistics.fmean(chance) < 30
-    assert len(set(found)) > 1
+    assert len(set(guessed)) > 1
 
 
 def test_a_guess_finds_the_share_of_tokens_that_its_draws_find_on_average(bert_tiny, sequences):
@@ -193,8 +193,8 @@ def test_a_guess_finds_the_share_of_tokens_that_its_draws_find_on_average(bert_t
 
 def test_a_guess_looks_at_nothing_but_the_number_of_texts(bert_tiny, sequences):
     held_out = sequences[20:]
-    one = guess(held_out, truth_of(1, 0, sequences[:2]), bert_tiny, 0)
-    assert one == guess(held_out, truth_of(1, 0, sequences[:2]), bert_tiny, 0)
+    scores = guess(held_out, truth_of(1, 0, sequences[:2]), bert_tiny, 0)
+    assert scores == guess(held_out, truth_of(1, 0, sequences[:2]), bert_tiny, 0)
     # Held-out texts that are the truth: what is drawn does not depend on it.
     cheat = guess(sequences[:2], truth_of(1, 0, sequences[:2]), bert_tiny, 0)
     assert 0 < cheat.content.rougeL < 100
@@ -242,9 +242,9 @@ def captured(make):
     ],
 )
 def test_only_what_is_granted_is_known(captured, facts, expected):
-    found = knowledge(captured, Key(1, 0), ThreatModel(frozenset(facts)))
-    assert found == Knowledge(learning_rate=0.5, local_steps=1, dropout=False, **expected)
-    assert set(found.granted()) == {"learning_rate", "local_steps", "dropout"} | set(facts)
+    known = knowledge(captured, Key(1, 0), ThreatModel(frozenset(facts)))
+    assert known == Knowledge(learning_rate=0.5, local_steps=1, dropout=False, **expected)
+    assert set(known.granted()) == {"learning_rate", "local_steps", "dropout"} | set(facts)
 
 
 def test_facts_that_are_not_there_cannot_be_granted(captured):
@@ -264,7 +264,7 @@ def test_controls_are_of_another_client_in_the_same_round(make, bert_tiny, seque
         [truth_of(*key, truth[key]) for key in keys],
         [answer_of(*key, given[key]) for key in reversed(keys)],
     )
-    rows = [one.row for one in score_run(run)]
+    rows = [scored.row for scored in score_run(run)]
     assert [(row.round, row.client) for row in rows] == keys
     for row in rows:
         key = Key(row.round, row.client)
@@ -285,13 +285,13 @@ def test_a_client_is_no_control_of_itself(make, sequences):
         [truth_of(r, 0, sequences[r : r + 1]) for r in (1, 2)],
         [answer_of(r, 0, [sequences[r]]) for r in (1, 2)],
     )
-    assert [one.row.control_rougeL for one in score_run(run)] == [None, None]
+    assert [scored.row.control_rougeL for scored in score_run(run)] == [None, None]
     run = make(
         [truth_of(r, 0, sequences[r : r + 1]) for r in (1, 2)],
         [answer_of(r, 0, [sequences[r]]) for r in (1, 2)]
         + [answer_of(1, 1, status="failed"), answer_of(2, 1, status="abstained")],
     )
-    assert [one.row.control_rougeL for one in score_run(run)] == [None] * 4
+    assert [scored.row.control_rougeL for scored in score_run(run)] == [None] * 4
 
 
 def test_controls_can_be_left_out(make, sequences):
@@ -300,9 +300,9 @@ def test_controls_can_be_left_out(make, sequences):
         [answer_of(1, c, [sequences[c]]) for c in (0, 1)],
         controls=False,
     )
-    for one in score_run(run):
-        assert one.row.control_rougeL is one.row.guess_rougeL is None
-        assert one.row.rougeL == 100.0
+    for scored in score_run(run):
+        assert scored.row.control_rougeL is scored.row.guess_rougeL is None
+        assert scored.row.rougeL == 100.0
 
 
 @pytest.mark.parametrize("status", ["abstained", "inadmissible", "failed"])
@@ -367,7 +367,7 @@ def test_tokens_and_sequences_of_one_answer_are_each_scored_as_what_they_are(mak
         answer_of(1, 0, [first], tokens=bag),
         answer_of(1, 1, [other], tokens=[2, 3, 51, 60, 61, 62]),
     ]
-    row, of_other = (one.row for one in score_run(make(truths, answers)))
+    row, of_other = (scored.row for scored in score_run(make(truths, answers)))
     alone = score_sequences([first], [first, second], bert_tiny)
     assert (row.token_recall, row.token_precision) == (1.0, 1.0)
     assert (row.exact_match, row.rougeL) == (0.5, alone.content.rougeL)
@@ -378,17 +378,17 @@ def test_tokens_and_sequences_of_one_answer_are_each_scored_as_what_they_are(mak
     assert row.control_rougeL == crossed.content.rougeL
 
 
-@pytest.mark.parametrize("found", [[], [(2, 50, 3)]])
-def test_a_bag_counts_where_sentences_are_missing(make, found):
+@pytest.mark.parametrize("sentences", [[], [(2, 50, 3)]])
+def test_a_bag_counts_where_sentences_are_missing(make, sentences):
     """An attack that looked for sentences and has too few is wrong about them, not silent."""
     truths = [truth_of(1, c, [(2, 50, 3), (2, 52, 53, 3)]) for c in (0, 1)]
-    run = make(truths, [answer_of(1, c, found, tokens=[50, 52, 53, 54]) for c in (0, 1)])
-    for one in score_run(run):
-        row = one.row
+    run = make(truths, [answer_of(1, c, sentences, tokens=[50, 52, 53, 54]) for c in (0, 1)])
+    for scored in score_run(run):
+        row = scored.row
         assert (row.token_recall, row.token_precision) == (1.0, 0.75)
-        assert (row.control_token_recall, row.exact_match) == (1.0, len(found) / 2)
+        assert (row.control_token_recall, row.exact_match) == (1.0, len(sentences) / 2)
         assert None not in (row.rougeL, row.paper_rougeL, row.control_rougeL, row.guess_rougeL)
-        assert len(one.pairs) == 2
+        assert len(scored.pairs) == 2
     assert (
         run.read_json("summary.json")["attacks"]["dager"]["exact_match"]["mean"] == row.exact_match
     )
@@ -409,13 +409,13 @@ def test_a_row_says_all_that_was_measured(bert_tiny, sequences):
         granted=("labels",), knows=("labels", "lengths"), reason="why",
     )  # fmt: skip
     other = answer_of(3, 5, [sequences[6]])
-    one = answer_scores.score_one(
+    scored = answer_scores.score_one(
         answer, truth, bert_tiny, other=other, held_out=sequences[20:], seed=7
     )
     scores = score_sequences([first, near], [first, second], bert_tiny)
     control = score_sequences([sequences[6]], [first, second], bert_tiny)
     drawn = guess(sequences[20:], truth, bert_tiny, 7)
-    assert one.row == LeakageRow(
+    assert scored.row == LeakageRow(
         round=3, client=4, attack="dager", status=Status.RECOVERED, reason="why", verified=False,
         batch_size=2, num_tokens=len(first) + len(second),
         **scores.content._asdict(),
@@ -434,12 +434,12 @@ def test_a_row_says_all_that_was_measured(bert_tiny, sequences):
     # No figure could stand in another's place.
     assert len({*scores.content, *scores.paper}) == 6
     assert len({scores.content.rougeL, control.content.rougeL, drawn.content.rougeL}) == 3
-    pairs = one.pairs
+    pairs = scored.pairs
     assert [(pair.truth, pair.answer) for pair in pairs] == [
         (bert_tiny.decode(first), bert_tiny.decode(first)),
         (bert_tiny.decode(second), bert_tiny.decode(near)),
     ]
-    assert [pair.rougeL for pair in pairs] == [text.rougeL for text in one.row.texts]
+    assert [pair.rougeL for pair in pairs] == [text.rougeL for text in scored.row.texts]
     alone = answer_scores.score_one(answer, truth, bert_tiny).row
     assert alone.control_rougeL is alone.guess_rougeL is alone.guess_token_recall is None
 
@@ -456,7 +456,7 @@ def test_the_control_is_the_next_client_of_the_nearest_round(bert_tiny, sequence
     keys = [Key(1, 0), Key(1, 2), Key(2, 1), Key(2, 2), Key(4, 0)]
     truths = [truth_of(*key, [sequences[i]]) for i, key in enumerate(keys)]
     answers = [answer_of(*key, [sequences[10 + i]]) for i, key in enumerate(keys)]
-    rows = {one.row.key: one.row for one in score_run(make(truths, answers))}
+    rows = {scored.row.key: scored.row for scored in score_run(make(truths, answers))}
     expected = {
         Key(1, 0): Key(1, 2),
         Key(1, 2): Key(1, 0),  # of the same round, and after the last comes the first
@@ -521,15 +521,15 @@ def test_a_control_whose_answer_is_gone_stays(make, sequences):
     truths = [truth_of(1, c, sequences[c : c + 1]) for c in (0, 1)]
     answers = [answer_of(1, c, [sequences[5 + c]]) for c in (0, 1)]
     run = make(truths, answers)
-    before = [one.row for one in score_run(run)]
+    before = [scored.row for scored in score_run(run)]
     run.write_rows(records.answers(run.fingerprint()), answers[:1])
-    after = [one.row for one in score_run(run)]
+    after = [scored.row for scored in score_run(run)]
     assert after == before
     assert before[0].control_rougeL is not None
     # What failed was not measured, and a failure replaces nothing that was.
     failed = answer_of(1, 0, status="failed")
     run.write_rows(records.answers(run.fingerprint()), [failed])
-    assert [one.row for one in score_run(run)] == before
+    assert [scored.row for scored in score_run(run)] == before
 
 
 def test_the_mark_of_rows_changes_with_each_file(make, sequences):
@@ -546,7 +546,7 @@ def test_the_mark_of_rows_changes_with_each_file(make, sequences):
 
 def test_ids_outside_the_vocabulary_are_a_damaged_vault(make, sequences):
     run = make([truth_of(1, 0, [(2, 10**6, 3)])], [answer_of(1, 0, sequences[:1])])
-    assert [one.row.status for one in score_run(run)] == ["unscored"]
+    assert [scored.row.status for scored in score_run(run)] == ["unscored"]
     assert run.read_document(SUMMARY).missing[0] == (
         f"{run.path / 'vault' / 'r0001-c00.json'} is damaged (token ids outside the vocabulary): "
         "what was scored with it stays, and only `fedleak run FILE --fresh` writes such a file "
@@ -562,7 +562,7 @@ def summary_of(make, sequences, *lines):
     truths = [truth_of(r, 0, sequences[r : r + 1]) for r in range(len(lines))]
     answers = [answer_of(r, 0, [sequences[r]], **line) for r, line in enumerate(lines)]
     run = make(truths, answers)
-    rows = [one.row for one in score_run(run)]
+    rows = [scored.row for scored in score_run(run)]
     return rows, run.read_json("summary.json")["attacks"]["dager"], run
 
 
@@ -618,9 +618,9 @@ def test_few_clients_and_few_texts_are_examples(make, sequences, clients, size, 
     answers.append(answer_of(1, truths[0].client, attack="silent", status="abstained"))
     run = make(truths, answers)
     score_run(run)
-    of = run.read_json("summary.json")["attacks"]
-    assert of["dager"]["warning"] == (warning and f"{warning}: an example, not a rate")
-    assert of["silent"]["warning"] is None
+    attacks = run.read_json("summary.json")["attacks"]
+    assert attacks["dager"]["warning"] == (warning and f"{warning}: an example, not a rate")
+    assert attacks["silent"]["warning"] is None
     console = Console(width=100, record=True, file=io.StringIO())
     print_table(console, attack_table(run.read_document(SUMMARY)))
     text = console.export_text()
@@ -721,7 +721,7 @@ def test_what_has_no_truth_is_not_scored_and_scoring_again_changes_nothing(make,
         [truth_of(1, 0, sequences[:1])],
         [answer_of(1, 0, [sequences[0]]), answer_of(1, 1, [sequences[1]])],
     )
-    assert [(one.row.client, one.row.status) for one in score_run(run)] == [
+    assert [(scored.row.client, scored.row.status) for scored in score_run(run)] == [
         (0, "recovered"),
         (1, "unscored"),
     ]
@@ -734,7 +734,7 @@ def test_an_answer_without_truth_says_what_the_attack_says_and_no_score(make, se
     facts = {"longest_sequence": 5}
     answer = answer_of(1, 0, [sequences[0]], facts=facts, verified=True, margins=(7.0,))
     run = make([], [answer, answer_of(1, 1, status="failed", reason="it crashed")])
-    unscored, failed = (one.row for one in score_run(run))
+    unscored, failed = (scored.row for scored in score_run(run))
     measured = [*SCORES, "batch_size", "num_tokens", "texts"]
     assert {getattr(unscored, name) for name in measured} == {None}
     assert (unscored.status, unscored.verified, unscored.margin) == ("unscored", True, 7.0)
@@ -742,9 +742,9 @@ def test_an_answer_without_truth_says_what_the_attack_says_and_no_score(make, se
     assert (failed.status, failed.reason) == ("failed", "it crashed")
     summary = run.read_document(SUMMARY)
     assert summary.worst_case is None
-    of = summary.attacks["dager"]
-    assert (of.answers, of.unscored, of.verified, of.rougeL) == (1, 1, 1, None)
-    (missing,) = (each for each in summary.missing if "no truth" in each)
+    dager = summary.attacks["dager"]
+    assert (dager.answers, dager.unscored, dager.verified, dager.rougeL) == (1, 1, 1, None)
+    (missing,) = (message for message in summary.missing if "no truth" in message)
     assert missing.startswith("2 of 2 captures have no truth")
     assert "1 answers are unscored: `fedleak score" in missing
 
@@ -759,7 +759,7 @@ def test_a_proof_of_what_the_client_did_not_train_on_is_none_and_the_results_are
         answer_of(3, 0, tokens=sequences[0], verified=True),
     ]
     run = make(truths, answers)
-    rows = [one.row for one in score_run(run)]
+    rows = [scored.row for scored in score_run(run)]
     assert [(row.verified, row.exact_match) for row in rows] == [
         (True, 1.0),
         (False, 0.5),
@@ -769,26 +769,28 @@ def test_a_proof_of_what_the_client_did_not_train_on_is_none_and_the_results_are
     summary = run.read_document(SUMMARY)
     assert summary.attacks["dager"].verified == 1
     assert shown(run)["batches proved"] == ["1 of 3"]
-    (wrong,) = (each for each in summary.wrong if "claim a proof" in each)
+    (wrong,) = (message for message in summary.wrong if "claim a proof" in message)
     assert "2 of 3 answers claim a proof of what the client did not train on" in wrong
     assert "of dager; for r0002-c00, r0003-c00" in wrong
     with pytest.raises(FedleakError, match="claim a proof"):
         refuse_gaps(run)
     # Without the truth what was seen with it stays.
     (run.path / "vault" / "r0002-c00.json").unlink()
-    assert [one.row.verified for one in score_run(run)] == [True, False, False]
-    assert any("2 of 3 answers claim a proof" in each for each in run.read_document(SUMMARY).wrong)
+    assert [scored.row.verified for scored in score_run(run)] == [True, False, False]
+    assert any(
+        "2 of 3 answers claim a proof" in message for message in run.read_document(SUMMARY).wrong
+    )
 
 
 def test_a_truth_that_comes_later_scores_what_was_unscored(make, sequences):
     run = make([], [answer_of(1, 0, [sequences[0]])])
-    assert [one.row.status for one in score_run(run)] == ["unscored"]
+    assert [scored.row.status for scored in score_run(run)] == ["unscored"]
     truth = truth_of(1, 0, sequences[:1])
     run.vault.write(Key(1, 0), truth.to_json())
-    assert [one.row.exact_match for one in score_run(run)] == [1.0]
+    assert [scored.row.exact_match for scored in score_run(run)] == [1.0]
     (run.path / "vault" / "r0001-c00.json").unlink()
-    assert [one.row.exact_match for one in score_run(run)] == [1.0]
-    assert not any("unscored" in each for each in run.read_document(SUMMARY).missing)
+    assert [scored.row.exact_match for scored in score_run(run)] == [1.0]
+    assert not any("unscored" in message for message in run.read_document(SUMMARY).missing)
 
 
 def test_rows_have_the_public_fields(make, sequences):

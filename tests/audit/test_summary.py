@@ -63,7 +63,9 @@ def test_an_attack_is_summed_up_over_its_rows() -> None:
     ]  # fmt: skip
     means = {
         name: mean_over_clients(
-            [(one, figures(one.client)[name]) for one in rows[:2]], most, largest=0
+            [(leakage_row, figures(leakage_row.client)[name]) for leakage_row in rows[:2]],
+            most,
+            largest=0,
         )
         for name, most in FIGURES.items()
     }
@@ -203,7 +205,7 @@ def test_a_run_is_summed_up(tmp_path: Path) -> None:
     assert summary.attacks["dlg"] == attack_summary([rows[0], rows[2]], LARGEST)
     # Who finished first is decided by the order of answers.
     assert summary.worst_case == worst_case(
-        rows, {one.id: i for i, one in enumerate(rows)}, LARGEST
+        rows, {leakage_row.id: i for i, leakage_row in enumerate(rows)}, LARGEST
     )
     later, _ = summed_up(tmp_path / "later", rows, utility[1:])
     assert (later.utility_before, later.utility) == (None, utility[2])

@@ -85,12 +85,12 @@ def test_the_batch_of_a_sum_is_of_all_that_are_in_it(tmp_path: Path) -> None:
         truth_of(1, 2, TEXTS[1:], noise_scale=1.0),
     ]
     run = built(tmp_path / "all", truths)
-    found = read_truth(run, ALL)
-    assert found is not None
-    assert (found.round, found.client, found.batch_size) == (1, EVERYONE, 5)
-    assert (found.sequences, found.labels) == (tuple(TEXTS), (0, 1, 1))
+    truth = read_truth(run, ALL)
+    assert truth is not None
+    assert (truth.round, truth.client, truth.batch_size) == (1, EVERYONE, 5)
+    assert (truth.sequences, truth.labels) == (tuple(TEXTS), (0, 1, 1))
     # Weighed by 1, 2 and 2 of 5; who adds no noise adds none.
-    assert found.noise_scale == pytest.approx(math.hypot(1 * 3.0 / 5, 2 * 1.0 / 5))
+    assert truth.noise_scale == pytest.approx(math.hypot(1 * 3.0 / 5, 2 * 1.0 / 5))
     experiment = parse(tables({"federation.clients": 3}))
     assert summed_clients(run, experiment, 1) == [0, 1, 2]
     run.update_info(dropped_out={"1": [2]})
@@ -103,16 +103,16 @@ def test_the_batch_of_a_sum_is_of_all_that_are_in_it(tmp_path: Path) -> None:
 
 
 def test_without_noise_a_sum_has_none(tmp_path: Path) -> None:
-    found = read_truth(built(tmp_path / "run", [truth_of(1, c, TEXTS[:1]) for c in range(3)]), ALL)
-    assert found is not None
-    assert found.noise_scale is None
+    truth = read_truth(built(tmp_path / "run", [truth_of(1, c, TEXTS[:1]) for c in range(3)]), ALL)
+    assert truth is not None
+    assert truth.noise_scale is None
 
 
 def test_a_sum_without_classes_has_none_or_is_damaged(tmp_path: Path) -> None:
     bare = [truth_of(1, client, TEXTS[:1], labels=()) for client in range(3)]
-    found = read_truth(built(tmp_path / "bare", bare), ALL)
-    assert found is not None
-    assert found.labels == ()
+    truth = read_truth(built(tmp_path / "bare", bare), ALL)
+    assert truth is not None
+    assert truth.labels == ()
     run = built(tmp_path / "some", [*bare[:2], truth_of(1, 2, TEXTS[:1])])
     with pytest.raises(CaptureError) as refused:
         read_truth(run, ALL)
@@ -125,9 +125,9 @@ def test_the_noise_of_an_aggregator_is_that_of_the_sum_unless_clients_add_their_
     central = {"kind": "central_dp", "noise_multiplier": 2.0, "max_norm": 1.0}
     truths = [truth_of(1, client, TEXTS[:1]) for client in range(3)]
     changes = {"defense": [central], "federation.algorithm": "fedavg"}
-    found = read_truth(built(tmp_path / "central", truths, changes), ALL)
-    assert found is not None
-    assert found.noise_scale == pytest.approx(2.0 * 1.0 / 3)
+    truth = read_truth(built(tmp_path / "central", truths, changes), ALL)
+    assert truth is not None
+    assert truth.noise_scale == pytest.approx(2.0 * 1.0 / 3)
     loud = [truth_of(1, client, TEXTS[:1], noise_scale=0.5) for client in range(3)]
     both = read_truth(built(tmp_path / "both", loud, changes), ALL)
     assert both is not None
@@ -207,9 +207,9 @@ def test_a_question_is_the_audits_list_for_this_update(tmp_path: Path) -> None:
     truth, texts = truth_of(1, 0, TEXTS[:2]), KeptTexts(**held_out)
     assert knowledge(run, Key(1, 0), threat).candidates == questions(truth, texts, 0, 3).asked
     file = KeptTexts(sequences=[*TEXTS, (2, 30, 3)], labels=[1] * 4)
-    asked = knowledge(run, Key(1, 0), threat, file).candidates
-    assert asked == questions(truth, texts, 0, 3, file).asked
-    assert asked != questions(truth, texts, 0, 3).asked
+    candidates = knowledge(run, Key(1, 0), threat, file).candidates
+    assert candidates == questions(truth, texts, 0, 3, file).asked
+    assert candidates != questions(truth, texts, 0, 3).asked
 
 
 def built_capture(run: Run, client: int) -> None:

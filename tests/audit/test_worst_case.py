@@ -36,16 +36,18 @@ def test_a_text_is_read_if_any_attack_read_it():
         row("a", 1, (False, 10.0, 0.1)),
         abstained("b", 1, 1),
     ]
-    found = worst_case(rows, {one.id: place for place, one in enumerate(rows)}, Largest())
-    assert (found.attacks, found.texts, found.clients) == (("a", "b"), 3, 2)
-    assert found.exact_match.mean == pytest.approx(2 / 3)
-    assert found.rougeL.mean == pytest.approx(210 / 3)
-    assert found.token_recall.mean == pytest.approx(2.1 / 3)
-    assert found.control_rougeL.mean == 9.0
-    assert found.control_token_recall.mean == 0.3
-    assert found.unattacked == 0
-    assert found.nearly == 0
-    assert "fewer than 10 clients" in found.warning
+    worst = worst_case(
+        rows, {leakage_row.id: place for place, leakage_row in enumerate(rows)}, Largest()
+    )
+    assert (worst.attacks, worst.texts, worst.clients) == (("a", "b"), 3, 2)
+    assert worst.exact_match.mean == pytest.approx(2 / 3)
+    assert worst.rougeL.mean == pytest.approx(210 / 3)
+    assert worst.token_recall.mean == pytest.approx(2.1 / 3)
+    assert worst.control_rougeL.mean == 9.0
+    assert worst.control_token_recall.mean == 0.3
+    assert worst.unattacked == 0
+    assert worst.nearly == 0
+    assert "fewer than 10 clients" in worst.warning
 
 
 def test_a_text_is_nearly_read_if_its_best_answer_is_and_none_is_exact():
@@ -58,9 +60,9 @@ def test_a_text_is_nearly_read_if_its_best_answer_is_and_none_is_exact():
 
 def test_rows_of_one_update_that_count_other_texts_are_summed_up():
     rows = [row("a", 0, (True, 100.0, 1.0)), row("b", 0, (False, 9.0, 0.1), (True, 100.0, 1.0))]
-    found = worst_case(rows, {}, Largest())
-    assert found.exact_match.mean == 1.0
-    assert found.first == {"a": 1, "b": 1}
+    worst = worst_case(rows, {}, Largest())
+    assert worst.exact_match.mean == 1.0
+    assert worst.first == {"a": 1, "b": 1}
 
 
 def test_who_answered_first_read_it_first():
@@ -75,11 +77,11 @@ def test_who_answered_first_read_it_first():
 
 def test_what_no_attack_named_is_not_taken_for_unread():
     bags = row("probes", 0, (None, None, 0.9), (None, None, 0.7))
-    found = worst_case([bags, abstained("dager", 0, 2), abstained("dager", 1, 3)], {}, Largest())
-    assert (found.texts, found.unattacked) == (5, 5)
-    assert found.exact_match is None
-    assert found.rougeL is None
-    assert found.token_recall.mean == pytest.approx(0.8)
+    worst = worst_case([bags, abstained("dager", 0, 2), abstained("dager", 1, 3)], {}, Largest())
+    assert (worst.texts, worst.unattacked) == (5, 5)
+    assert worst.exact_match is None
+    assert worst.rougeL is None
+    assert worst.token_recall.mean == pytest.approx(0.8)
 
 
 def test_without_scores_of_texts_there_is_none():
@@ -93,14 +95,14 @@ SCORES = st.tuples(st.booleans(), st.floats(0, 100), st.floats(0, 1))
 @given(st.lists(st.lists(SCORES, min_size=2, max_size=2), min_size=2, max_size=4))
 def test_it_is_no_better_than_the_best_attack_and_no_worse_than_any(batches):
     rows = [row(f"a{i}", 0, *texts) for i, texts in enumerate(batches)]
-    found = worst_case(rows, {}, Largest())
+    worst = worst_case(rows, {}, Largest())
     for part, values in (
-        (found.exact_match, [[e for e, _, _ in texts] for texts in batches]),
-        (found.rougeL, [[r for _, r, _ in texts] for texts in batches]),
-        (found.token_recall, [[t for _, _, t in texts] for texts in batches]),
+        (worst.exact_match, [[e for e, _, _ in texts] for texts in batches]),
+        (worst.rougeL, [[r for _, r, _ in texts] for texts in batches]),
+        (worst.token_recall, [[t for _, _, t in texts] for texts in batches]),
     ):
-        assert part.mean >= max(sum(each) / len(each) for each in values) - 1e-9
-        assert part.mean <= max(max(each) for each in values) + 1e-9
+        assert part.mean >= max(sum(scores) / len(scores) for scores in values) - 1e-9
+        assert part.mean <= max(max(scores) for scores in values) + 1e-9
         assert part.low <= part.mean <= part.high
 
 

@@ -56,9 +56,9 @@ def result(suite="tiny-1"):
     return path, RESULT.parse(path.read_bytes())
 
 
-def cells(found, setting):
-    (one,) = [each for each in found.settings if each.name == setting]
-    return {cell.attack: cell for cell in one.cells}
+def cells(bench_result, setting):
+    (setting_result,) = [row for row in bench_result.settings if row.name == setting]
+    return {cell.attack: cell for cell in setting_result.cells}
 
 
 def test_a_suite_is_run_once_and_another_attack_takes_no_more_than_itself(here):
@@ -66,15 +66,19 @@ def test_a_suite_is_run_once_and_another_attack_takes_no_more_than_itself(here):
     assert (status, err) == (0, "")
     assert "setting real is left out: needs models and data" in " ".join(out.split())
     assert "position_marginals cannot work in llama: reads rows of positions" in out
-    path, found = result()
-    assert [each.name for each in found.attacks] == ["probes", "dager", "position_marginals"]
-    assert found.missing == ()
-    bert, llama = cells(found, "bert"), cells(found, "llama")
+    path, bench_result = result()
+    assert [attack.name for attack in bench_result.attacks] == [
+        "probes",
+        "dager",
+        "position_marginals",
+    ]
+    assert bench_result.missing == ()
+    bert, llama = cells(bench_result, "bert"), cells(bench_result, "llama")
     assert bert["dager"].figures.exact_match.mean == 1.0
     assert bert["dager"].figures.verified == 2
     assert "reads rows of positions" in llama["position_marginals"].left_out
     assert llama["position_marginals"].figures is None
-    assert [each.left_out is None for each in found.settings] == [True, True, False]
+    assert [setting.left_out is None for setting in bench_result.settings] == [True, True, False]
     assert str(here) not in path.read_text()
 
     capture = next(Path("runs/bench-tiny-1/bert").rglob("captures/**/*.safetensors"))
@@ -88,17 +92,17 @@ def test_a_suite_is_run_once_and_another_attack_takes_no_more_than_itself(here):
     assert "dager" not in out
     assert capture.stat().st_mtime_ns == made
     _, added = result()
-    assert [each.name for each in added.attacks] == ["probes", "mine", "command"]
-    assert [each.outside for each in added.attacks] == [False, False, True]
+    assert [attack.name for attack in added.attacks] == ["probes", "mine", "command"]
+    assert [attack.outside for attack in added.attacks] == [False, False, True]
     assert cells(added, "bert")["command"].figures.token_recall.mean == 1.0
-    assert added.settings[0].texts == found.settings[0].texts
+    assert added.settings[0].texts == bench_result.settings[0].texts
     assert added.settings[1].left_out == "was not asked for (--setting)"
 
     status, out, _ = call("bench", "suite.toml", "--out", "again.json")
     assert status == 0
     assert "round" not in out, "something was done again"
     again = RESULT.parse(Path("again.json").read_bytes())
-    assert again.settings == found.settings
+    assert again.settings == bench_result.settings
 
     status, out, _ = call("bench-table", "again.json", str(path))
     assert status == 0
@@ -118,9 +122,9 @@ def test_an_attack_that_fails_leaves_the_rest_and_is_said(here):
     assert status == 1
     assert "command failed on 2 of 2 updates of 'bert'" in err
     assert "no such <GPU>|" in err
-    path, found = result()
-    assert cells(found, "bert")["dager"].figures.answers == 2
-    assert cells(found, "bert")["command"].reasons == {
+    path, bench_result = result()
+    assert cells(bench_result, "bert")["dager"].figures.answers == 2
+    assert cells(bench_result, "bert")["command"].reasons == {
         "outside program: exit status 1: no such <GPU>|": 2
     }
     table = call("bench-table", str(path))[1]
@@ -175,7 +179,7 @@ def two(tmp_path, monkeypatch, made):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"version": 2}, "their version differs (1, 2)"),
         ({"suite": "quick"}, "their suite differs (tiny, quick)"),
@@ -187,11 +191,11 @@ def two(tmp_path, monkeypatch, made):
         ({"attacks": "none"}, "attacks: Input should be"),
     ],
 )
-def test_results_that_cannot_be_compared_are_refused(two, change, said):
+def test_results_that_cannot_be_compared_are_refused(two, change, message):
     assert two()[0] == 0
     status, out, err = two(**change)
     assert status == 2
-    assert said in err
+    assert message in err
     assert out == ""
 
 
@@ -249,11 +253,11 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_what_is_wrong_is_one_line_and_nothing_is_run(here, case):
-    arguments, changes, said = WRONG[case]
+    arguments, changes, message = WRONG[case]
     write(**changes)
     status, _, err = call("bench", *(arguments or ["suite.toml"]))
     assert status == 2
-    assert said in err
+    assert message in err
     assert err.count("\n") == 1
     assert not Path("runs").exists()
 
@@ -267,10 +271,10 @@ def test_the_suites_of_fedleak_are_right(name, tmp_path):
 
 
 def test_the_quick_suite_needs_nothing_but_fedleak():
-    own = [each for each in suites.load("quick").settings if not each.needs_assets]
+    own = [setting for setting in suites.load("quick").settings if not setting.needs_assets]
     assert len(own) >= 10
-    assert all(each.experiment["model"]["name"].startswith("builtin/") for each in own)
-    assert all(each.experiment["data"]["name"].startswith("builtin/") for each in own)
+    assert all(setting.experiment["model"]["name"].startswith("builtin/") for setting in own)
+    assert all(setting.experiment["data"]["name"].startswith("builtin/") for setting in own)
 
 
 def test_the_page_of_the_benchmark_is_current():

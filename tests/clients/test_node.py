@@ -110,8 +110,8 @@ def test_what_a_node_keeps_is_in_its_own_folder_under_the_name_of_the_run(
 @pytest.mark.parametrize("submitted", ["/", "/..", "..", "a/..", "/a/b/../.."])
 def test_no_name_of_a_run_leads_out_of_the_node_s_folder(tmp_path, submitted):
     context = Context(1, 1, {"vault": str(tmp_path)}, RecordDict(), {})
-    found = vault(context, submitted)
-    assert found.path in (tmp_path, tmp_path / tmp_path.name, tmp_path / tmp_path.parent.name)
+    run = vault(context, submitted)
+    assert run.path in (tmp_path, tmp_path / tmp_path.name, tmp_path / tmp_path.parent.name)
 
 
 @pytest.mark.parametrize("folder", [True, 1, "runs", "./runs", "~/runs"])
@@ -140,8 +140,8 @@ def test_a_node_without_a_number_is_told_to_have_one(config):
 def refusal_of(table):
     """Returns what a node answers to a message with these tables."""
     grid = InlineGrid(client_app, 2, {})
-    asked = ConfigRecord({"experiment": json.dumps(table), "run": "run", "classes": ["a", "b"]})
-    message = Message(RecordDict({"assignment": asked}), 3, "train")
+    request = ConfigRecord({"experiment": json.dumps(table), "run": "run", "classes": ["a", "b"]})
+    message = Message(RecordDict({"assignment": request}), 3, "train")
     message.content["config"] = ConfigRecord({"round": 1})
     (reply,) = grid.send_and_receive([message])
     return reply.error.reason
@@ -230,7 +230,7 @@ def test_the_system_s_words_for_an_error_travel_and_its_file_does_not(tmp_path, 
     monkeypatch.setattr("fedleak.store.files.os.open", raiser(OSError(28, "x", f"/{SECRET}")))
     with pytest.raises(FedleakError) as caught:
         Run(tmp_path).write_json("a.json", {})
-    found = public(caught.value)
-    assert found.startswith("FedleakError (No space left on device) in fedleak.store.files:")
-    assert SECRET not in found
-    assert str(tmp_path) not in found
+    text = public(caught.value)
+    assert text.startswith("FedleakError (No space left on device) in fedleak.store.files:")
+    assert SECRET not in text
+    assert str(tmp_path) not in text

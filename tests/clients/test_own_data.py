@@ -93,7 +93,7 @@ def test_each_node_trains_on_its_file_keeps_it_and_can_hand_it_over(federation: 
         }
         for client in (0, 1)
     }
-    assert [len(each) for each in trained.values()] == [2, 2]
+    assert [len(texts) for texts in trained.values()] == [2, 2]
     assert not trained[0] & trained[1]
 
 

@@ -67,8 +67,10 @@ def tensors(content):
     return content.array_records["update"].to_torch_state_dict()
 
 
-def equal(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+def equal(actual, expected):
+    return actual.keys() == expected.keys() and all(
+        torch.equal(actual[name], expected[name]) for name in actual
+    )
 
 
 def wire_bytes(content):
@@ -90,7 +92,7 @@ def test_the_vault_changes_no_byte_of_a_reply(reply_of, algorithm):
 
 def test_beside_the_update_there_are_three_numbers(reply_of, bert_tiny):
     content, _ = reply_of(1, round=2)
-    assert {name: dict(of) for name, of in content.metric_records.items()} == {
+    assert {name: dict(metrics) for name, metrics in content.metric_records.items()} == {
         "metrics": {"num-examples": 2, "client": 1, "round": 2}
     }
     assert not content.config_records
@@ -179,10 +181,10 @@ def test_a_part_of_the_model_is_sent_and_nothing_else(reply_of, name, lora, shar
     content, run = reply_of(model=table, update={"share": shared})
     sent = tensors(content)
     if lora is not None:
-        expected = [f"{one}.default.weight" for one in expected]
+        expected = [f"{stem}.default.weight" for stem in expected]
     assert list(sent) == expected
     everything = tensors(reply_of(model=table)[0])
-    assert equal(sent, {one: everything[one] for one in expected})
+    assert equal(sent, {parameter: everything[parameter] for parameter in expected})
     # As it is written, also for whoever reads the run later.
     assert run.info()["experiment"]["update"] == {"share": shared}
 
@@ -218,10 +220,10 @@ def test_noise_differs_between_clients_rounds_and_defenses(reply_of):
 
     drawn = [noise(0, 1, [NOISE]), noise(1, 1, [NOISE]), noise(0, 2, [NOISE])]
     drawn.append(noise(0, 1, [NOISE, NOISE]) - drawn[0])
-    for i, one in enumerate(drawn):
-        assert 0.005 < one.std() < 0.015
-        for other in drawn[:i]:
-            assert abs(torch.corrcoef(torch.stack([one, other]))[0, 1]) < 0.4
+    for i, sample in enumerate(drawn):
+        assert 0.005 < sample.std() < 0.015
+        for earlier in drawn[:i]:
+            assert abs(torch.corrcoef(torch.stack([sample, earlier]))[0, 1]) < 0.4
 
 
 def test_the_order_of_defenses_is_that_of_the_file(reply_of):
@@ -240,7 +242,7 @@ def test_a_cast_update_takes_half_the_bytes_and_arrives_rounded(reply_of, dtype)
     assert list(half) == matching(tensors(plain), ["layer.1"])
     assert equal(half, {n: tensors(plain)[n].to(getattr(torch, dtype)) for n in half})
     name = "bert.encoder.layer.1.attention.self.query.weight"
-    arrays = [one.array_records["update"][name] for one in (content, plain)]
+    arrays = [records.array_records["update"][name] for records in (content, plain)]
     header = 128  # numpy's
     assert 2 * (len(arrays[0].data) - header) == len(arrays[1].data) - header == 4 * 128**2
 

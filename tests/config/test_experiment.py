@@ -538,13 +538,13 @@ def test_overrides_are_toml_or_bare_words_and_make_tables(file):
         " seed = 7",
         "model.lora.rank=2",
     ]
-    found = load(file, changes)
-    assert (found.federation.rounds, found.seed) == (5, 7)
-    assert (found.model.name, found.data.name) == ("org/model", "quoted")
-    (placed,) = found.defenses
+    experiment = load(file, changes)
+    assert (experiment.federation.rounds, experiment.seed) == (5, 7)
+    assert (experiment.model.name, experiment.data.name) == ("org/model", "quoted")
+    (placed,) = experiment.defenses
     assert (placed.part, placed.clients) == (GaussianNoise(sigma=0.1), (1,))
-    assert found.threat_model.knows == {"labels"}
-    assert found == parse(
+    assert experiment.threat_model.knows == {"labels"}
+    assert experiment == parse(
         table_of(
             attack=[{"kind": "dager"}],
             federation={"rounds": 5},
@@ -563,8 +563,8 @@ def test_variables_of_the_environment_are_filled_in_in_files_of_the_user_alone(
     monkeypatch.setenv("FEDLEAK_HERE", "/some/where")
     table = table_of(data={"name": "${FEDLEAK_HERE}/a.csv"}, model={"name": "a$b"})
     (tmp_path / "e.toml").write_text(tomli_w.dumps(table))
-    found = load(tmp_path / "e.toml")
-    assert (found.data.name, found.model.name) == ("/some/where/a.csv", "a$b")
+    experiment = load(tmp_path / "e.toml")
+    assert (experiment.data.name, experiment.model.name) == ("/some/where/a.csv", "a$b")
     run = Run(tmp_path)
     fingerprint = parse(table).fingerprint
     run.create(experiment=table, fingerprint=fingerprint, status="finished", num_labels=2)
@@ -629,28 +629,37 @@ controls = true
 
 
 def test_the_designs_experiment_is_right():
-    found = parse(tomllib.loads(DESIGN))
-    assert [(each.name, each.attack) for each in found.attacks] == [
+    experiment = parse(tomllib.loads(DESIGN))
+    assert [(named.name, named.attack) for named in experiment.attacks] == [
         ("probes", Probes()),
         ("dlg", Dlg(steps=100)),
     ]
-    assert found.defenses[0].clients == (0, 2)
-    assert found.threat_model == ThreatModel(frozenset({"labels", "lengths", "batch_size"}))
-    assert (found.clients_per_round, found.local_training.kind) == (4, UpdateKind.GRADIENT)
+    assert experiment.defenses[0].clients == (0, 2)
+    assert experiment.threat_model == ThreatModel(frozenset({"labels", "lengths", "batch_size"}))
+    assert experiment.clients_per_round == 4
+    assert experiment.local_training.kind == UpdateKind.GRADIENT
 
 
 def test_defaults_are_those_of_the_design_and_probes_are_always_on():
-    found = parse(GOOD)
-    assert [each.attack for each in found.attacks] == [Probes(), Auto()]
-    assert [each.attack for each in parse(table_of(attack=[])).attacks] == [Probes()]
-    named = parse(table_of(attack=[{"kind": "dager"}, {"kind": "probes", "name": "p"}])).attacks
-    assert [(each.name, each.attack) for each in named] == [("dager", Dager()), ("p", Probes())]
-    said = tomllib.loads(DESIGN)["federation"] | {"clients_per_round": None, "at_once": None}
-    said |= {"server_optimiser": "sgd", "server_learning_rate": None, "participation": "random"}
-    assert found.federation.model_dump() == said
-    assert (found.clients_per_round, found.update.share, found.defenses) == (4, "all", ())
-    assert found.threat_model.knows == frozenset()
-    assert found.audit.controls
+    experiment = parse(GOOD)
+    assert [named.attack for named in experiment.attacks] == [Probes(), Auto()]
+    assert [named.attack for named in parse(table_of(attack=[])).attacks] == [Probes()]
+    renamed = parse(table_of(attack=[{"kind": "dager"}, {"kind": "probes", "name": "p"}])).attacks
+    assert [(named.name, named.attack) for named in renamed] == [
+        ("dager", Dager()),
+        ("p", Probes()),
+    ]
+    federation = tomllib.loads(DESIGN)["federation"] | {"clients_per_round": None, "at_once": None}
+    federation |= {
+        "server_optimiser": "sgd",
+        "server_learning_rate": None,
+        "participation": "random",
+    }
+    assert experiment.federation.model_dump() == federation
+    assert (experiment.clients_per_round, experiment.update.share) == (4, "all")
+    assert experiment.defenses == ()
+    assert experiment.threat_model.knows == frozenset()
+    assert experiment.audit.controls
 
 
 def test_what_attacks_does_not_change_what_clients_send():
@@ -659,18 +668,20 @@ def test_what_attacks_does_not_change_what_clients_send():
 
 def test_two_of_a_kind_need_two_names():
     table = table_of(attack=[{"kind": "dlg"}, {"kind": "dlg", "name": "long", "steps": 9}])
-    assert [each.name for each in parse(table).attacks] == ["probes", "dlg", "long"]
+    assert [attack.name for attack in parse(table).attacks] == ["probes", "dlg", "long"]
 
 
 def test_what_run_json_holds_is_the_same_experiment(file, tmp_path):
     changes = ["defense=[{kind='mask', fraction=0.5}]", "update.share=['query']"]
-    one = load(file, [*changes, "model.lora.targets=['query']", "model.loss=squared"])
+    experiment = load(file, [*changes, "model.lora.targets=['query']", "model.loss=squared"])
     written = tmp_path / "run.json"
-    written.write_text(json.dumps({"experiment": one.model_dump(mode="json"), "status": "new"}))
-    assert load(written) == one
-    assert load(written).attacks == one.attacks
-    assert load(written).defenses == one.defenses
-    assert load(written).model_spec(3) == one.model_spec(3)
+    written.write_text(
+        json.dumps({"experiment": experiment.model_dump(mode="json"), "status": "new"})
+    )
+    assert load(written) == experiment
+    assert load(written).attacks == experiment.attacks
+    assert load(written).defenses == experiment.defenses
+    assert load(written).model_spec(3) == experiment.model_spec(3)
     assert load(written, ["seed=9"]).seed == 9
 
 
@@ -759,9 +770,9 @@ MARKS = [
 @pytest.mark.parametrize(("sizes", "mark"), MARKS)
 def test_runs_of_the_time_when_sizes_had_defaults_keep_their_fingerprint(sizes, mark):
     table = {"name": "a", "model": GOOD["model"], "data": {"name": "builtin/notes"} | sizes}
-    found = parse(table)
-    assert found.fingerprint == mark
-    assert parse(found.model_dump(mode="json")) == found
+    experiment = parse(table)
+    assert experiment.fingerprint == mark
+    assert parse(experiment.model_dump(mode="json")) == experiment
 
 
 def test_all_rows_of_a_file_are_another_experiment_than_400():

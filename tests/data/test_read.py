@@ -48,7 +48,7 @@ FORMATS = {
 
 
 def read(path, text="text", label="label", *, samples=4, held_out=2, seed=0, **options):
-    found = data.read_split(
+    splits = data.read_split(
         str(path),
         split="train",
         text=text,
@@ -58,7 +58,7 @@ def read(path, text="text", label="label", *, samples=4, held_out=2, seed=0, **o
         seed=seed,
         **options,
     )
-    return found.train, found.held_out
+    return splits.train, splits.held_out
 
 
 # --- files ----------------------------------------------------------------------------------
@@ -71,12 +71,12 @@ def test_every_format_gives_the_same_texts_and_labels(tmp_path, name):
     train, held_out = read(tmp_path / name, text, label)
     assert (len(train), len(held_out)) == (4, 2)
     assert train.label_names == held_out.label_names == ("bad", "good")
-    found = zip(
+    pairs = zip(
         train.texts + held_out.texts,
         (train.label_names[y] for y in train.labels + held_out.labels),
         strict=True,
     )
-    assert sorted(found) == sorted(zip(TEXTS, LABELS, strict=True))
+    assert sorted(pairs) == sorted(zip(TEXTS, LABELS, strict=True))
 
 
 def test_quotes_in_a_tsv_file_are_text(tmp_path):
@@ -233,8 +233,8 @@ def test_a_damaged_file_is_refused_for_its_fault_and_not_quoted(
 def test_files_are_read_as_they_are_said_to_be_written(tmp_path, name, content, options):
     (tmp_path / name).write_bytes(content)
     train, _ = read(tmp_path / name, samples=2, held_out=0, **options)
-    found = dict(zip(train.texts, (train.label_names[y] for y in train.labels), strict=True))
-    assert found == {SECRET: "1", "well": "0"}
+    labels = dict(zip(train.texts, (train.label_names[y] for y in train.labels), strict=True))
+    assert labels == {SECRET: "1", "well": "0"}
 
 
 @pytest.mark.parametrize(
@@ -263,12 +263,13 @@ def test_rows_without_text_are_refused_or_dropped_and_counted(tmp_path):
     (tmp_path / "a.csv").write_text("\n".join(lines))
     with pytest.raises(ConfigError, match=r"3 of 6 rows .* row 2\).* data\.drop_empty = true"):
         read(tmp_path / "a.csv", samples=3, held_out=0)
-    found = data.read_split(
+    splits = data.read_split(
         str(tmp_path / "a.csv"), split="train", text="text", label="label", samples=3, held_out=0,
         seed=0, drop_empty=True,
     )  # fmt: skip
-    assert found.dropped == 3
-    assert dict(zip(found.train.texts, found.train.labels, strict=True)) == {"a": 1, "b": 0, "c": 0}
+    assert splits.dropped == 3
+    labels = dict(zip(splits.train.texts, splits.train.labels, strict=True))
+    assert labels == {"a": 1, "b": 0, "c": 0}
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.jsonl"])
@@ -505,7 +506,7 @@ def test_classes_that_nobody_uses_are_not_looked_at(monkeypatch):
     """Well-known sets have a column of classes, which is -1 in a test split."""
     table = datasets.Dataset.from_dict({"sentence": ["a", "b"], "label": [-1, -1]})
     classes = datasets.ClassLabel(names=["bad", "good"])
-    monkeypatch.setattr(data, "_from_hub", lambda *of: table.cast_column("label", classes))
+    monkeypatch.setattr(data, "_from_hub", lambda *arguments: table.cast_column("label", classes))
     assert len(read("glue/sst2", None, None, samples=2, held_out=0, classes=False)[0]) == 2
     with pytest.raises(ConfigError, match="no label"):
         read("glue/sst2", None, None, samples=2, held_out=0)

@@ -259,9 +259,9 @@ def test_in_its_first_round_the_model_equals_the_public_checkpoint():
     checkpoint = weights()
     same = honest(now=Broadcast(1, checkpoint), before=Broadcast(1, checkpoint), longest=None)
     assert not named("jump")(same).alarm
-    one = {**checkpoint, "classifier.weight": checkpoint["classifier.weight"].copy()}
-    one["classifier.weight"][0, 0] += 1e-6
-    assert named("jump")(replace(same, now=Broadcast(1, one))).alarm
+    changed = {**checkpoint, "classifier.weight": checkpoint["classifier.weight"].copy()}
+    changed["classifier.weight"][0, 0] += 1e-6
+    assert named("jump")(replace(same, now=Broadcast(1, changed))).alarm
 
 
 @pytest.mark.parametrize(
@@ -386,8 +386,8 @@ def test_parallel_rows_are_found_in_rows_and_in_columns():
         for i, a in enumerate(rows)
         for b in rows[:i]
     ]
-    found = named("parallel_rows")(sent(dense=rows)).statistic
-    assert found == pytest.approx(np.median(cosines), abs=1e-3)
+    statistic = named("parallel_rows")(sent(dense=rows)).statistic
+    assert statistic == pytest.approx(np.median(cosines), abs=1e-3)
 
 
 def test_d_snr_is_the_ratio_of_the_paper_and_leaves_embeddings_out():

@@ -55,10 +55,10 @@ def agenda(*named, answered=(), failed=(), here=KEYS):
 
 
 def taken(made, *, slow=True):
-    found = []
+    names_and_keys = []
     while (work := made.take(slow=slow)) is not None:
-        found.append((work.attack.name, work.keys))
-    return found
+        names_and_keys.append((work.attack.name, work.keys))
+    return names_and_keys
 
 
 # --- the order ----------------------------------------------------------------------------------
@@ -121,8 +121,8 @@ def test_what_has_failed_is_tried_alone_also_by_the_next_command():
 
 
 def test_groups_are_of_one_round_and_in_order():
-    found = groups([PAIRS, QUICK], KEYS[:4])
-    assert [(work.attack.name, work.keys) for work in found] == [
+    works = groups([PAIRS, QUICK], KEYS[:4])
+    assert [(work.attack.name, work.keys) for work in works] == [
         ("pairs", KEYS[:2]),
         ("quick", KEYS[:1]),
         ("quick", KEYS[1:2]),
@@ -135,9 +135,9 @@ def test_groups_are_of_one_round_and_in_order():
 
 @pytest.mark.parametrize(("at_once", "size"), [(None, 2), (1, 1), (2, 2), (5, 2)])
 def test_an_upper_bound_makes_groups_smaller_and_never_larger(at_once, size):
-    found = groups([PAIRS, QUICK], KEYS[:2], at_once)
-    assert max(len(work.keys) for work in found if work.attack == PAIRS) == size
-    assert sorted(work.keys for work in found if work.attack == QUICK) == [[k] for k in KEYS[:2]]
+    works = groups([PAIRS, QUICK], KEYS[:2], at_once)
+    assert max(len(work.keys) for work in works if work.attack == PAIRS) == size
+    assert sorted(work.keys for work in works if work.attack == QUICK) == [[k] for k in KEYS[:2]]
 
 
 @pytest.mark.parametrize(
@@ -145,8 +145,8 @@ def test_an_upper_bound_makes_groups_smaller_and_never_larger(at_once, size):
 )
 def test_no_capture_is_left_alone_where_others_could_be_beside_it(monkeypatch, at_once, sizes):
     monkeypatch.setattr(Pairs, "at_once", at_once)
-    found = groups([PAIRS], [Key(1, client) for client in range(9)])
-    assert [len(work.keys) for work in found] == sizes
+    works = groups([PAIRS], [Key(1, client) for client in range(9)])
+    assert [len(work.keys) for work in works] == sizes
 
 
 # --- who takes it -------------------------------------------------------------------------------
@@ -164,9 +164,9 @@ def test_no_capture_is_left_alone_where_others_could_be_beside_it(monkeypatch, a
     ],
 )
 def test_a_worker_is_left_for_quick_attacks_while_some_are_to_come(busy, free, left, may):
-    of = [SimpleNamespace(jobs=(SimpleNamespace(attack=each),)) for each in busy]
-    of += [SimpleNamespace(jobs=())] * free
-    assert dispatcher.slow_may(of, SimpleNamespace(quick_left=left)) == may
+    workers = [SimpleNamespace(jobs=(SimpleNamespace(attack=attack),)) for attack in busy]
+    workers += [SimpleNamespace(jobs=())] * free
+    assert dispatcher.slow_may(workers, SimpleNamespace(quick_left=left)) == may
 
 
 # --- what has come ------------------------------------------------------------------------------
@@ -238,12 +238,12 @@ def test_updates_that_are_not_kept_count_once_their_round_is_over(many_rounds):
     table = stored(run).model_dump(exclude_none=True) | {
         "threat": {"rounds": [1, 3], "clients": [0, 2]}
     }
-    found = dispatcher.Dispatcher(run, parse(table))
+    run_dispatcher = dispatcher.Dispatcher(run, parse(table))
     counts = []
     for round in (1, 2, 3, 5):
         run.models.write(round, {})
-        found.look_for_captures(last_look=False)
-        counts.append(found.progress([]).captures)
+        run_dispatcher.look_for_captures(last_look=False)
+        counts.append(run_dispatcher.progress([]).captures)
     # One of the three clients of the rounds 1 and 3, and all of the rounds 2 and 4.
     assert counts == [0, 1, 4, 8]
 
@@ -287,7 +287,7 @@ def many_rounds(tmp_path):
 
 def test_a_round_that_ends_during_a_look_is_not_complete_before_the_next(many_rounds, monkeypatch):
     run, experiment = many_rounds
-    found, look = dispatcher.Dispatcher(run, experiment), Arrivals.new
+    run_dispatcher, look = dispatcher.Dispatcher(run, experiment), Arrivals.new
 
     def look_before_the_round_ends(self, **how):
         seen = look(self, **how)
@@ -295,10 +295,10 @@ def test_a_round_that_ends_during_a_look_is_not_complete_before_the_next(many_ro
         return seen
 
     monkeypatch.setattr(Arrivals, "new", look_before_the_round_ends)
-    found.look_for_captures(last_look=False)
-    assert (found.progress([]).rounds, found.progress([]).captures) == (0, 0)
-    found.look_for_captures(last_look=False)
-    assert found.progress([]).rounds == 1
+    run_dispatcher.look_for_captures(last_look=False)
+    assert (run_dispatcher.progress([]).rounds, run_dispatcher.progress([]).captures) == (0, 0)
+    run_dispatcher.look_for_captures(last_look=False)
+    assert run_dispatcher.progress([]).rounds == 1
 
 
 def test_training_stops_in_the_round_in_which_the_dispatcher_dies(many_rounds, monkeypatch):

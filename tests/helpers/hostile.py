@@ -197,4 +197,7 @@ class Few(Hostile):
     at_once: int = 2
 
     def many(self, seen, model, *, rngs, report):
-        return [self(each, model, rng=rng) for each, rng in zip(seen[1:], rngs, strict=False)]
+        return [
+            self(observation, model, rng=rng)
+            for observation, rng in zip(seen[1:], rngs, strict=False)
+        ]

@@ -38,14 +38,17 @@ class Patient:
 
     def many(self, seen, model, *, rngs, report):
         with Path(self.log).open("a") as file:
-            print(json.dumps([(each.round, each.client) for each in seen]), file=file)
-        if self.poison in [each.client for each in seen]:
+            print(
+                json.dumps([(observation.round, observation.client) for observation in seen]),
+                file=file,
+            )
+        if self.poison in [observation.client for observation in seen]:
             raise RuntimeError("poisoned")
         for step in range(self.steps):
             time.sleep(self.pause)
-            for which, each in enumerate(seen):
-                report(which, Progress(step + 1, self.steps, 0.5, f"text {each.client}"))
-        return [self._answer(each, rng) for each, rng in zip(seen, rngs, strict=True)]
+            for which, observation in enumerate(seen):
+                report(which, Progress(step + 1, self.steps, 0.5, f"text {observation.client}"))
+        return [self._answer(observation, rng) for observation, rng in zip(seen, rngs, strict=True)]
 
     def _answer(self, seen, rng):
         drawn = rng.initial_seed() % 1000

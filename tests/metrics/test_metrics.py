@@ -93,8 +93,8 @@ def test_the_assignment_is_the_best_of_all(answers, truths, seed):
     used = [a for a in chosen if a is not None]
     assert len(chosen) == truths
     assert len(used) == len(set(used)) == min(answers, truths)
-    found = sum(table[t, a] for t, a in enumerate(chosen) if a is not None)
-    assert found == best_by_hand(table)
+    total = sum(table[t, a] for t, a in enumerate(chosen) if a is not None)
+    assert total == best_by_hand(table)
 
 
 def best_by_hand(table):
@@ -113,9 +113,9 @@ def best_by_hand(table):
 def test_the_overlap_counts_each_token_once(answer, truth):
     tokens = [token for token in range(100) if token in answer]
     common = sum(token in truth for token in tokens)
-    found = overlap(set(answer), set(truth))
-    assert found.recall == common / len(set(truth))
-    assert found.precision == (common / len(tokens) if tokens else None)
+    scores = overlap(set(answer), set(truth))
+    assert scores.recall == common / len(set(truth))
+    assert scores.precision == (common / len(tokens) if tokens else None)
 
 
 # --- intervals ------------------------------------------------------------------------------
@@ -133,8 +133,8 @@ def test_the_overlap_counts_each_token_once(answer, truth):
 )
 def test_wilson_intervals_are_the_published_ones(successes, trials, low, high):
     """Newcombe 1998, table I, and its formula."""
-    found = intervals.wilson(successes, trials)
-    assert found == pytest.approx((successes / trials, low, high), abs=5e-5)
+    interval = intervals.wilson(successes, trials)
+    assert interval == pytest.approx((successes / trials, low, high), abs=5e-5)
 
 
 def clopper_pearson(successes, trials):
@@ -151,33 +151,33 @@ def clopper_pearson(successes, trials):
 def test_of_clusters_that_are_all_or_nothing_the_interval_is_the_exact_one(successes, trials):
     values = [100.0] * successes + [0.0] * (trials - successes)
     for texts in (1, 3):
-        found = intervals.clustered_mean(
+        interval = intervals.clustered_mean(
             np.repeat(values, texts), np.repeat(range(trials), texts), most=100.0
         )
         exact = np.multiply(clopper_pearson(successes, trials), 100)
-        assert found == pytest.approx(exact, abs=1.0)  # the quantile of so many draws
+        assert interval == pytest.approx(exact, abs=1.0)  # the quantile of so many draws
     # A batch is worth as many texts as it has, and still one client.
     weighted = intervals.clustered_mean(values, range(trials), [7] * trials, most=100.0)
-    assert weighted == pytest.approx(found)
+    assert weighted == pytest.approx(interval)
 
 
 @pytest.mark.core
 def test_of_many_clients_it_is_the_interval_of_any_mean():
     values = np.random.default_rng(5).uniform(0, 1, 4000)
-    found = intervals.clustered_mean(values, range(4000), most=1.0)
+    interval = intervals.clustered_mean(values, range(4000), most=1.0)
     half = 1.96 * values.std() / math.sqrt(4000)
-    assert found.mean == pytest.approx(values.mean())
-    assert found.high - found.mean == pytest.approx(half, rel=0.15)
-    assert found.mean - found.low == pytest.approx(half, rel=0.15)
+    assert interval.mean == pytest.approx(values.mean())
+    assert interval.high - interval.mean == pytest.approx(half, rel=0.15)
+    assert interval.mean - interval.low == pytest.approx(half, rel=0.15)
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("value", [0.0, 37.5, 100.0])
 @pytest.mark.parametrize("clients", [1, 2, 12, 500])
 def test_no_interval_has_zero_width_nor_leaves_the_bounds(value, clients):
-    found = intervals.clustered_mean([value] * clients, range(clients), most=100.0)
-    assert 0 <= found.low <= found.mean == value <= found.high <= 100
-    assert found.high - found.low > 300 / (clients + 3)  # the rule of three, about
+    interval = intervals.clustered_mean([value] * clients, range(clients), most=100.0)
+    assert 0 <= interval.low <= interval.mean == value <= interval.high <= 100
+    assert interval.high - interval.low > 300 / (clients + 3)  # the rule of three, about
 
 
 @pytest.mark.core
@@ -200,18 +200,18 @@ def test_repeating_a_client_s_value_makes_nothing_surer():
 @pytest.mark.core
 def test_large_clients_count_as_much_as_they_are():
     clusters = [c for c in range(40) for _ in range(9 if c % 2 else 1)]
-    found = intervals.clustered_mean([float(c % 2) for c in clusters], clusters, most=1.0)
-    assert found.mean == 0.9
-    assert 0.7 < found.low < 0.9 < found.high < 1.0
+    interval = intervals.clustered_mean([float(c % 2) for c in clusters], clusters, most=1.0)
+    assert interval.mean == 0.9
+    assert 0.7 < interval.low < 0.9 < interval.high < 1.0
     batches = intervals.clustered_mean([0.0, 1.0] * 20, range(40), [1, 9] * 20, most=1.0)
-    assert batches == pytest.approx(found)
+    assert batches == pytest.approx(interval)
 
 
 @pytest.mark.core
 def test_the_same_values_have_the_same_interval():
     values = np.random.default_rng(7).uniform(0, 1, 9)
-    found = [intervals.clustered_mean(values, range(9), most=1.0) for _ in range(2)]
-    assert found[0] == found[1]
+    twice = [intervals.clustered_mean(values, range(9), most=1.0) for _ in range(2)]
+    assert twice[0] == twice[1]
 
 
 def leaked_texts(rate, alike, shape, rng):
@@ -251,10 +251,10 @@ def test_intervals_cover_the_rate_of_correlated_batches(monkeypatch, rate, shape
         for i, (values, most, true) in enumerate(
             [(leaked, 1.0, rate), (scores, 100.0, 100 * rate + 20 * (1 - rate))]
         ):
-            found = intervals.clustered_mean(
+            interval = intervals.clustered_mean(
                 values.mean(-1).ravel(), clients, [shape[2]] * len(clients), most=most
             )
-            covered[i] += found.low <= true <= found.high
+            covered[i] += interval.low <= true <= interval.high
     assert (covered / runs >= 0.93).all()
 
 
@@ -264,7 +264,9 @@ COVERAGE = runpy.run_path(
 POPULATIONS = COVERAGE["POPULATIONS"]
 
 
-@pytest.mark.parametrize("population", POPULATIONS, ids=[one.name for one in POPULATIONS])
+@pytest.mark.parametrize(
+    "population", POPULATIONS, ids=[population.name for population in POPULATIONS]
+)
 @pytest.mark.parametrize("clients", [3, 12])
 def test_intervals_hold_where_the_size_of_a_client_says_how_much_of_it_is_read(
     monkeypatch, population, clients
@@ -272,11 +274,11 @@ def test_intervals_hold_where_the_size_of_a_client_says_how_much_of_it_is_read(
     """No more than one and a half times nominal; `coverage.py` has all numbers of clients."""
     monkeypatch.setattr(intervals, "MOST_DRAWS", 1000)
     samples, most = 200, 1.5 * 0.025
-    found = COVERAGE["misses"](population, clients, samples)
-    for share in (found.below, found.above, found.below_of_clients, found.above_of_clients):
+    misses = COVERAGE["misses"](population, clients, samples)
+    for share in (misses.below, misses.above, misses.below_of_clients, misses.above_of_clients):
         assert binomtest(round(share * samples), samples, most, "greater").pvalue > 1e-3
     if population.name == "few large ones are read" and clients == 12:  # so this can fail
-        assert found.below_unknown > 0.2
+        assert misses.below_unknown > 0.2
     if clients == 3:
         none = COVERAGE["differences"](population, clients, 50)
         assert none.apart <= 0.1
@@ -293,15 +295,15 @@ def test_utility_is_that_of_one_text_at_a_time(small, texts, num_labels):
     sequences = model.encode(texts[:20])
     labels = [i * i % num_labels for i in range(20)]
     with torch.no_grad():
-        logits = torch.stack([model.module(torch.tensor([one])).logits[0] for one in sequences])
+        logits = torch.stack([model.module(torch.tensor([ids])).logits[0] for ids in sequences])
         model.module.classifier.bias -= logits.mean(0)  # so that every class is predicted
-        rows = [model.module(torch.tensor([one])).logits[0].log_softmax(-1) for one in sequences]
+        rows = [model.module(torch.tensor([ids])).logits[0].log_softmax(-1) for ids in sequences]
     predicted = [int(row.argmax()) for row in rows]
     pairs = Counter(zip(labels, predicted, strict=True))
-    found = evaluate(model, sequences, labels)
+    utility = evaluate(model, sequences, labels)
     loss = -sum(float(row[y]) for row, y in zip(rows, labels, strict=True)) / 20
-    assert found["loss"] == pytest.approx(loss, rel=1e-5)
-    assert found["accuracy"] == sum(pairs[c, c] for c in range(num_labels)) / 20
+    assert utility["loss"] == pytest.approx(loss, rel=1e-5)
+    assert utility["accuracy"] == sum(pairs[c, c] for c in range(num_labels)) / 20
 
     def f1(c):
         wrong = sum(n for (y, p), n in pairs.items() if (y == c) != (p == c))
@@ -309,10 +311,10 @@ def test_utility_is_that_of_one_text_at_a_time(small, texts, num_labels):
 
     seen = sorted(set(labels) | set(predicted))
     expected = f1(1) if num_labels == 2 else sum(map(f1, seen)) / len(seen)
-    assert found["f1"] == pytest.approx(expected)
+    assert utility["f1"] == pytest.approx(expected)
     assert len(set(predicted)) > 1, "nothing to tell apart"
     if num_labels == 2:
-        assert found["mcc"] == pytest.approx(np.corrcoef(labels, predicted)[0, 1], abs=1e-9)
+        assert utility["mcc"] == pytest.approx(np.corrcoef(labels, predicted)[0, 1], abs=1e-9)
 
 
 @pytest.mark.core
@@ -336,5 +338,5 @@ def test_a_causal_model_has_a_loss_and_a_perplexity(small, texts):
             for s in sequences
         ]
     tokens = sum(len(s) - 1 for s in sequences)
-    found = evaluate(model, sequences, [0] * 17)
-    assert found["loss"] == pytest.approx(sum(losses) / tokens, rel=1e-5)
+    utility = evaluate(model, sequences, [0] * 17)
+    assert utility["loss"] == pytest.approx(sum(losses) / tokens, rel=1e-5)

@@ -18,8 +18,8 @@ def normal(shapes, rng):
 def laplace(shapes, rng):
     def drawn(shape):
         u = torch.rand((2, *shape), generator=rng, dtype=torch.float64) - 0.5
-        one, other = -u.sign() * torch.log1p(-2 * u.abs())
-        return one - other
+        first, second = -u.sign() * torch.log1p(-2 * u.abs())
+        return first - second
 
     return {name: drawn(shape) for name, shape in shapes.items()}
 
@@ -55,8 +55,8 @@ def test_honest_noise_passes_and_its_p_are_those_of_chance(draw):
 )
 def test_noise_that_is_not_independent_fails_the_test_that_looks_for_it(change, name):
     made = change(normal(SHAPES, torch.Generator().manual_seed(2)))
-    found = {test.name for test in noise.tests(made, noise.normal) if test.p < noise.UNLIKELY}
-    assert any(test.startswith(name) for test in found), found
+    failed = {test.name for test in noise.tests(made, noise.normal) if test.p < noise.UNLIKELY}
+    assert any(test.startswith(name) for test in failed), failed
 
 
 def test_sums_of_uniform_numbers_have_too_short_tails():

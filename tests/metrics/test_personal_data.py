@@ -106,8 +106,8 @@ def test_a_piece_is_the_fewest_tokens_that_hold_it(name, request, texts):
 
 def test_of_overlapping_pieces_the_surer_stays(bert_tiny, texts):
     ids = bert_tiny.encode(texts[:1])
-    found = find(ids, bert_tiny, lambda text: [Span("a", 0, 4), Span("b", 3, 6), Span("c", 4, 6)])
-    assert [item.kind for item in found] == ["a", "c"]
+    items = find(ids, bert_tiny, lambda text: [Span("a", 0, 4), Span("b", 3, 6), Span("c", 4, 6)])
+    assert [item.kind for item in items] == ["a", "c"]
 
 
 def test_read_is_whole_in_order_and_in_one_text(bert_tiny):
@@ -172,7 +172,7 @@ def test_presidio_finds_names_with_the_model_that_is_named(bert_tiny, tmp_path):
     nlp.add_pipe("entity_ruler").add_patterns(patterns)
     nlp.to_disk(tmp_path / "model")
     table = AuditTable(personal_data="presidio", spacy_model=str(tmp_path / "model"))
-    found = kinds_and_words("Anna Meier, a@b.org", recogniser(table, bert_tiny))
-    assert found == {("person", "Anna Meier"), ("mail address", "a@b.org")}
+    recognised = kinds_and_words("Anna Meier, a@b.org", recogniser(table, bert_tiny))
+    assert recognised == {("person", "Anna Meier"), ("mail address", "a@b.org")}
     with pytest.raises(ConfigError, match="spacy download"):
         recogniser(AuditTable(personal_data="presidio", spacy_model="no_such"), bert_tiny)

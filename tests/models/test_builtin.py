@@ -132,10 +132,10 @@ def test_a_killed_process_leaves_nothing_half_made(folders, monkeypatch, tmp_pat
 
 
 def test_it_loads_without_asking_any_network(made, monkeypatch):
-    asked = []
+    requests = []
 
     def refuse(*args, **kwargs):
-        asked.append(args)
+        requests.append(args)
         raise OSError("no network")
 
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
@@ -143,7 +143,7 @@ def test_it_loads_without_asking_any_network(made, monkeypatch):
     AutoConfig.from_pretrained(made.path)
     AutoTokenizer.from_pretrained(made.path)
     AutoModelForSequenceClassification.from_pretrained(made.path)
-    assert asked == []
+    assert requests == []
 
 
 def test_the_config_is_the_recipes(made):

@@ -95,8 +95,8 @@ def gradients(model, ids, mask):
     """Gradients of what is trained: with adapters, of those alone."""
     loss = batch_loss(model, ids, mask, torch.arange(len(ids)))
     named = model.trained()
-    found = torch.autograd.grad(loss, list(named.values()), materialize_grads=True)
-    return dict(zip(named, found, strict=True))
+    slopes = torch.autograd.grad(loss, list(named.values()), materialize_grads=True)
+    return dict(zip(named, slopes, strict=True))
 
 
 def outside(rows, inputs):
@@ -113,9 +113,9 @@ def test_rows_of_attention_gradients_are_combinations_of_inputs(model, batch, la
     names = model.family.attention_parameters(layer)
     inputs = inputs_of(model, names[0], lambda: batch_loss(model, ids, mask, torch.arange(2)))
     real = inputs[mask.bool()]
-    found = model.family.attention_gradients(tensors, layer)
-    assert len(found) == (len(names) if adapted(model) else 3)
-    for gradient in found:
+    attention_gradients = model.family.attention_gradients(tensors, layer)
+    assert len(attention_gradients) == (len(names) if adapted(model) else 3)
+    for gradient in attention_gradients:
         assert gradient.shape[1] == model.hidden_size
         assert outside(gradient, real) < 1e-4
         assert outside(gradient, real[1:7]) > 1e-2  # without the pooled tokens
@@ -144,9 +144,9 @@ def test_projections_are_the_gradients_of_queries_keys_and_values(plain, batch, 
     if plain.family.model_type == "gpt2":  # one layer makes all three, in this order
         width = plain.hidden_size
         expected = [expected[0][at : at + width] for at in (0, width, 2 * width)]
-    found = plain.family.projections(gradients(plain, ids, mask), layer)
-    assert list(found) == ["query", "key", "value"]
-    for gradient, other in zip(found.values(), expected, strict=True):
+    projections = plain.family.projections(gradients(plain, ids, mask), layer)
+    assert list(projections) == ["query", "key", "value"]
+    for gradient, other in zip(projections.values(), expected, strict=True):
         assert other.norm() > 1e-9
         torch.testing.assert_close(gradient, other, atol=1e-4 * other.norm().item(), rtol=1e-4)
 
@@ -177,9 +177,9 @@ def test_what_was_not_shared_is_not_there(model, batch):
     parts = ["query", "key", "value"] if len(names) == 1 else ["value"]
     if adapted(model):
         assert family.projections(kept, 1) == {}
-        (found,) = family.attention_gradients(kept, 1)
-        assert found is tensors[shared]
-        assert found.shape == (RANK, model.hidden_size)
+        (gradient,) = family.attention_gradients(kept, 1)
+        assert gradient is tensors[shared]
+        assert gradient.shape == (RANK, model.hidden_size)
     else:
         assert list(family.projections(kept, 1)) == parts
         assert len(family.attention_gradients(kept, 1)) == len(parts)
@@ -281,7 +281,7 @@ def test_rotary_scores_know_positions_by_their_difference_alone(plain):
     still, _, _ = block.project(x, torch.zeros_like(positions))
     assert (q[1:] - still[1:]).flatten(1).norm(dim=1).min() > 1e-2
     later_q, later_k, _ = block.project(x, positions + 7)
-    scores, later = (torch.einsum("nhk,mhk->nmh", *of) for of in ((q, k), (later_q, later_k)))
+    scores, later = (torch.einsum("nhk,mhk->nmh", *pair) for pair in ((q, k), (later_q, later_k)))
     torch.testing.assert_close(later, scores, atol=1e-5, rtol=1e-4)
 
 
@@ -356,14 +356,14 @@ def test_a_model_filled_from_parameters_is_the_model(bert_tiny, fill):
 
 
 def test_the_seed_decides_the_new_classifier(bert_tiny):
-    one, same, other = (
+    first, same, other = (
         loading.load(
             ModelSpec(name="builtin/bert-tiny", task=CLASSIFICATION, num_labels=2, seed=s)
         ).parameters()
         for s in (3, 3, 4)
     )
-    differ = {name for name in one if not torch.equal(one[name], other[name])}
-    assert all(torch.equal(one[name], same[name]) for name in one)
+    differ = {name for name in first if not torch.equal(first[name], other[name])}
+    assert all(torch.equal(first[name], same[name]) for name in first)
     assert "classifier.weight" in differ
     assert not [name for name in differ if "encoder" in name]
 

@@ -47,8 +47,10 @@ def named(model):
     return {name: p.detach() for name, p in model.module.named_parameters()}
 
 
-def equal(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+def equal(left, right):
+    return left.keys() == right.keys() and all(
+        torch.equal(left[name], right[name]) for name in left
+    )
 
 
 # --- training -------------------------------------------------------------------------------
@@ -58,8 +60,8 @@ def merged(plain, adapters):
     """Weights of the model without adapters that computes what the adapted one does."""
     weights = named(plain)
     for name, a_RI in adapters.items():
-        stem, found, _ = name.partition(".lora_A.")
-        if found:
+        stem, separator, _ = name.partition(".lora_A.")
+        if separator:
             delta_OI = ALPHA / RANK * adapters[name.replace("lora_A", "lora_B")] @ a_RI
             # GPT-2 keeps its matrices transposed.
             fused = plain.family.model_type == "gpt2"
@@ -82,12 +84,12 @@ def oracle(plain, adapters, sequences, labels):
     return dict(zip(free, torch.autograd.grad(loss, list(free.values())), strict=True))
 
 
-def assert_near(found, expected, tolerance):
-    assert found.keys() == expected.keys()
+def assert_near(actual, expected, tolerance):
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
         size = value.abs().max()
         assert size > 0, name
-        torch.testing.assert_close(found[name] / size, value / size, atol=tolerance, rtol=0)
+        torch.testing.assert_close(actual[name] / size, value / size, atol=tolerance, rtol=0)
 
 
 @pytest.fixture(params=SMALL, ids=lambda kind: "-".join(kind))
@@ -115,8 +117,8 @@ def test_the_gradient_is_that_of_merged_weights(both, batch):
     how = LocalTraining(
         kind=UpdateKind.GRADIENT, batch_size=3, epochs=1, learning_rate=RATE, dropout=False
     )
-    found = local_update_(model, *batch, how, seed=0)
-    assert_near(found.tensors, oracle(plain, model.parameters(), *batch), 1e-4)
+    update = local_update_(model, *batch, how, seed=0)
+    assert_near(update.tensors, oracle(plain, model.parameters(), *batch), 1e-4)
 
 
 def test_the_delta_is_that_of_sgd_on_merged_weights(both, batch):
@@ -135,12 +137,12 @@ def test_the_delta_is_that_of_sgd_on_merged_weights(both, batch):
                 plain, adapters, [sequences[i] for i in chosen], [labels[i] for i in chosen]
             )
             adapters = {name: value - RATE * gradient[name] for name, value in adapters.items()}
-    found = local_update_(model, sequences, labels, how, seed=5).tensors
-    assert_near(found, {name: value - before[name] for name, value in adapters.items()}, 1e-3)
+    tensors = local_update_(model, sequences, labels, how, seed=5).tensors
+    assert_near(tensors, {name: value - before[name] for name, value in adapters.items()}, 1e-3)
     after = named(model)
     assert equal(
-        {n: before[n] for n in before if n not in found},
-        {n: after[n] for n in before if n not in found},
+        {n: before[n] for n in before if n not in tensors},
+        {n: after[n] for n in before if n not in tensors},
     )
 
 
@@ -151,8 +153,8 @@ def test_a_new_adapter_changes_nothing_and_its_a_has_no_gradient(small, texts):
     ids, mask = pad(model.encode(texts[:2]), model.tokenizer.pad_token_id, torch.device("cpu"))
     with torch.no_grad():
         logits = [
-            one.family.logits(one.module, mask, ids_BT=ids, embeds_BTD=None)
-            for one in (plain, model)
+            variant.family.logits(variant.module, mask, ids_BT=ids, embeds_BTD=None)
+            for variant in (plain, model)
         ]
     assert torch.equal(*logits)
     how = LocalTraining(
@@ -171,10 +173,12 @@ def test_a_new_adapter_changes_nothing_and_its_a_has_no_gradient(small, texts):
 def test_adapters_and_the_classifier_travel_and_nothing_else(name, task):
     model = loading.load(spec_of(name, task))
     layers = {
-        one for one, _ in model.module.named_modules() if one.endswith(tuple(TARGETS[name[:-5]]))
+        module_name
+        for module_name, _ in model.module.named_modules()
+        if module_name.endswith(tuple(TARGETS[name[:-5]]))
     }
     assert len(layers) == 4 * len(TARGETS[name[:-5]])
-    adapters = {f"{one}.lora_{ab}.default.weight" for one in layers for ab in "AB"}
+    adapters = {f"{layer}.lora_{ab}.default.weight" for layer in layers for ab in "AB"}
     classifier = model.family.classifier if task == CLASSIFICATION else ()
     assert model.parameters().keys() == adapters | set(classifier)
     assert {p.shape[0] for n, p in model.parameters().items() if "lora_A" in n} == {RANK}
@@ -211,12 +215,12 @@ def test_the_seed_decides_adapters_and_all_that_the_checkpoint_lacks(tmp_path, b
         return named(loading.load(spec, **how))
 
     state = torch.get_rng_state()
-    one, same, other = load(1), load(1, weights=False), load(2)
+    first, same, other = load(1), load(1, weights=False), load(2)
     assert torch.equal(torch.get_rng_state(), state)
     # Whoever is filled from a broadcast has to have the same frozen pooler.
-    assert equal(one, same)
-    differ = {name for name in one if not torch.equal(one[name], other[name])}
-    assert differ == {n for n in one if "lora_A" in n} | {"bert.pooler.dense.weight"}
+    assert equal(first, same)
+    differ = {name for name in first if not torch.equal(first[name], other[name])}
+    assert differ == {n for n in first if "lora_A" in n} | {"bert.pooler.dense.weight"}
 
 
 # --- targets --------------------------------------------------------------------------------

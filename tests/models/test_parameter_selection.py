@@ -101,11 +101,11 @@ def in_layers(family, below, layers):
 
 def names_of(model, *parts):
     """The parameters of parts that are asked for together, which come in the model's order."""
-    found = parameters_of(model, parts)
-    assert list(found) == list(dict.fromkeys(parts))
-    for names in found.values():
+    selected = parameters_of(model, parts)
+    assert list(selected) == list(dict.fromkeys(parts))
+    for names in selected.values():
         assert names == [name for name in model.parameters() if name in names]
-    return {name for names in found.values() for name in names}
+    return {name for names in selected.values() for name in names}
 
 
 @pytest.mark.parametrize("number", ["", "1", "2", str(LAYERS)])
@@ -113,8 +113,8 @@ def test_a_letter_is_a_weight_of_the_numbered_layer_or_of_all(model, number):
     family = model.family.model_type
     layers = [int(number) - 1] if number else range(LAYERS)
     for letters, below in WEIGHTS[family].items():
-        asked = [letter + number for letter in letters]
-        assert names_of(model, *asked) == in_layers(family, below, layers)
+        parts = [letter + number for letter in letters]
+        assert names_of(model, *parts) == in_layers(family, below, layers)
     whole = [*chain(*WEIGHTS[family].values()), *BIASES_AND_NORMS[family]]
     assert names_of(model, f"t{number}") == in_layers(family, whole, layers)
 
@@ -126,9 +126,9 @@ def test_words_are_what_is_before_and_behind_the_layers(model, word):
 
 def test_layers_embeddings_and_classifier_are_apart_and_all_but_what_is_told(model):
     parts = [*(f"t{number + 1}" for number in range(LAYERS)), "embeddings", "classifier"]
-    found = [name for names in parameters_of(model, parts).values() for name in names]
-    assert len(found) == len(set(found))
-    assert model.parameters().keys() - set(found) == IN_NO_PART[model.family.model_type]
+    selected = [name for names in parameters_of(model, parts).values() for name in names]
+    assert len(selected) == len(set(selected))
+    assert model.parameters().keys() - set(selected) == IN_NO_PART[model.family.model_type]
 
 
 def test_the_output_layer_of_a_next_token_model_is_in_no_part(small):
@@ -199,7 +199,7 @@ ONE = "transformer.h.0.attn.c_attn"
 
 
 @pytest.mark.parametrize(
-    ("asked", "first", "together", "pattern"),
+    ("parts", "first", "together", "pattern"),
     [
         (["q"], "q", ["q", "k", "v"], "transformer.h.*.attn.c_attn"),
         (["q1"], "q1", ["q1", "k1", "v1"], ONE),
@@ -209,10 +209,10 @@ ONE = "transformer.h.0.attn.c_attn"
         (["t2", "q1"], "q1", ["q1", "k1", "v1"], ONE),
     ],
 )
-def test_a_part_of_a_fused_parameter_is_refused_alone(small, asked, first, together, pattern):
+def test_a_part_of_a_fused_parameter_is_refused_alone(small, parts, first, together, pattern):
     model = small("gpt2")
     with pytest.raises(ConfigError) as caught:
-        parameters_of(model, asked)
+        parameters_of(model, parts)
     assert str(caught.value) == (
         f"update.share: {first!r} cannot be had alone, because gpt2 keeps q, k, v of a layer in "
         f"one parameter: name all of {together}, or {pattern!r}"
@@ -225,10 +225,10 @@ def test_a_part_of_a_fused_parameter_is_refused_alone(small, asked, first, toget
     assert set(matching(model.parameters(), [pattern])) == of_layer | biases
 
 
-@pytest.mark.parametrize("asked", [["q1", "k", "v1"], ["q", "k", "v"], ["t1", "q1"], ["t", "v"]])
-def test_a_part_of_a_fused_parameter_comes_with_the_others_however_they_are_asked_for(small, asked):
+@pytest.mark.parametrize("parts", [["q1", "k", "v1"], ["q", "k", "v"], ["t1", "q1"], ["t", "v"]])
+def test_a_part_of_a_fused_parameter_comes_with_the_others_however_they_are_asked_for(small, parts):
     model = small("gpt2", layers=1)
-    assert f"{ONE}.weight" in names_of(model, *asked)
+    assert f"{ONE}.weight" in names_of(model, *parts)
 
 
 @pytest.mark.parametrize("name", ["q", "k12", "v1", "o", "f3", "p6", "t", "embeddings"])
@@ -265,7 +265,7 @@ def adapters(*stems):
 
 
 @pytest.mark.parametrize(
-    ("family", "targets", "asked", "below"),
+    ("family", "targets", "parts", "below"),
     [
         ("bert", None, "q2", ["attention.self.query"]),
         ("bert", None, "k2", []),
@@ -281,13 +281,13 @@ def adapters(*stems):
         ("llama", ["gate_proj", "up_proj"], "f2", ["mlp.gate_proj", "mlp.up_proj"]),
     ],
 )
-def test_with_adapters_a_part_is_those_of_its_weights(small, family, targets, asked, below):
+def test_with_adapters_a_part_is_those_of_its_weights(small, family, targets, parts, below):
     model = small(family)
     lora = Lora(2, 2.0, None if targets is None else tuple(targets))
     adapt_(model.module, lora, model.family.classifier)
     stems = [f"{LAYER[family]}.1.{name}" for name in below]
-    assert names_of(model, *asked.split()) == adapters(*stems)
-    letters = [part[0] for part in asked.split()]
+    assert names_of(model, *parts.split()) == adapters(*stems)
+    letters = [part[0] for part in parts.split()]
     every = [stem.replace(".1.", f".{layer}.") for stem in stems for layer in (0, 1)]
     assert names_of(model, *letters) == adapters(*every)
     assert names_of(model, "classifier") == set(WORDS[family]["classifier"])
@@ -323,9 +323,9 @@ def test_only_null_parameters_have_no_gradient(small, texts, kind):
     ids, mask = pad(sequences, model.tokenizer.pad_token_id, model.device)
     loss = batch_loss(model, ids, mask, torch.arange(3))
     named = model.trained()
-    found = dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
-    of_key = model.family.projections(found, 0)["key"].abs().max()
-    sizes = {name: float(gradient.abs().max() / of_key) for name, gradient in found.items()}
+    gradients = dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
+    of_key = model.family.projections(gradients, 0)["key"].abs().max()
+    sizes = {name: float(gradient.abs().max() / of_key) for name, gradient in gradients.items()}
     null = model.family.null_parameters(named)
     biases = {f"{LAYER['bert']}.{layer}.attention.self.key.bias" for layer in (0, 1)}
     assert null == (biases if family == "bert" else set())
@@ -334,6 +334,6 @@ def test_only_null_parameters_have_no_gradient(small, texts, kind):
     assert model.family.null_parameters(["bert.pooler.dense.bias", *null]) == null
     assert model.family.null_parameters([]) == frozenset()
     if family == "gpt2":  # a third of a parameter is not a parameter
-        query, key, value = found[f"{ONE}.bias"].chunk(3)
+        query, key, value = gradients[f"{ONE}.bias"].chunk(3)
         assert key.abs().max() < 1e-12 * of_key
         assert min(query.abs().max(), value.abs().max()) > 1e-3 * of_key

@@ -74,8 +74,8 @@ def read(scorer) -> Iterator[list[Tensor]]:
     handle.remove()
 
 
-def score(of: Prior, rows: list[list[int]]) -> Tensor:
-    return of.nll(*pad(rows, 0, CPU))
+def score(scoring_prior: Prior, rows: list[list[int]]) -> Tensor:
+    return scoring_prior.nll(*pad(rows, 0, CPU))
 
 
 def total_by_loop(network: Any, ids: list[int]) -> float:
@@ -90,13 +90,13 @@ def total_by_loop(network: Any, ids: list[int]) -> float:
 
 def shuffles(ids: list[int], count: int, chance: random.Random) -> list[list[int]]:
     """Returns other orders of a sentence's content."""
-    found: list[list[int]] = []
-    while len(found) < count:
+    orders: list[list[int]] = []
+    while len(orders) < count:
         middle = ids[1:-1]
         chance.shuffle(middle)
         if middle != ids[1:-1]:
-            found.append([ids[0], *middle, ids[-1]])
-    return found
+            orders.append([ids[0], *middle, ids[-1]])
+    return orders
 
 
 def test_the_mean_is_that_of_a_loop_over_tokens(scorer, folder, bert_tiny, texts):
@@ -123,10 +123,10 @@ def test_padding_and_longer_neighbours_change_nothing(scorer, bert_tiny, texts):
 
 
 def test_duplicates_are_scored_once(scorer, bert_tiny, texts, read):
-    one, two = bert_tiny.encode(texts[:2])
-    found = score(scorer, [one, two, one, one, two])
-    assert found[[0, 0, 1]].tolist() == found[[2, 3, 4]].tolist()
-    assert found[0] != found[1]
+    first, second = bert_tiny.encode(texts[:2])
+    scores = score(scorer, [first, second, first, first, second])
+    assert scores[[0, 0, 1]].tolist() == scores[[2, 3, 4]].tolist()
+    assert scores[0] != scores[1]
     assert sum(len(logits) for logits in read) == 2
 
 
@@ -157,9 +157,9 @@ def test_rows_with_nothing_to_predict_have_zero(scorer, bert_tiny, texts):
     (ids,) = bert_tiny.encode(texts[:1])
     ids_NT, mask_NT = pad([ids, ids[:1], ids[:2]], 0, CPU)
     mask_NT = torch.cat([mask_NT, torch.zeros_like(mask_NT[:1])])
-    found = scorer.nll(torch.cat([ids_NT, ids_NT[:1]]), mask_NT)
-    assert found[[1, 3]].tolist() == [0, 0]
-    assert found[[0, 2]].gt(0).all()
+    scores = scorer.nll(torch.cat([ids_NT, ids_NT[:1]]), mask_NT)
+    assert scores[[1, 3]].tolist() == [0, 0]
+    assert scores[[0, 2]].gt(0).all()
     assert scorer.nll(ids_NT[:1, :1], mask_NT[:1, :1]).tolist() == [0]
 
 
@@ -208,17 +208,17 @@ def test_another_vocabulary_never_crashes(folder, gpt2_tiny, bert_tiny, texts):
     bare = prior.load("builtin/gpt2-tiny", bert_tiny)
     marks = [bert_tiny.tokenizer.cls_token_id, bert_tiny.tokenizer.sep_token_id]
     word = bert_tiny.tokenizer.convert_tokens_to_ids("the")
-    found = score(bare, [marks, marks[:1], [word], [marks[0], word]])
-    assert found[:3].tolist() == [0, 0, 0]
-    assert found[3] > 0
+    scores = score(bare, [marks, marks[:1], [word], [marks[0], word]])
+    assert scores[:3].tolist() == [0, 0, 0]
+    assert scores[3] > 0
 
 
 def test_vocabularies_are_compared_by_what_is_in_them(folder, bert_tiny, tmp_path):
     renamed = shutil.copytree(folder, tmp_path / "renamed")
     assert prior.load(str(renamed), bert_tiny).victim_tokenizer is None
     words = dict(bert_tiny.tokenizer.get_vocab())
-    one, other = sorted(words)[-2:]
-    words[one], words[other] = words[other], words[one]
+    first, second = sorted(words)[-2:]
+    words[first], words[second] = words[second], words[first]
     BertTokenizer(vocab=words).save_pretrained(shutil.copytree(folder, tmp_path / "swapped"))
     swapped = prior.load(str(tmp_path / "swapped"), bert_tiny)
     assert swapped.victim_tokenizer is bert_tiny.tokenizer
@@ -241,10 +241,10 @@ def test_loading_again_reads_nothing_again(folder, bert_tiny, monkeypatch):
 def test_nothing_asks_for_a_gradient_but_what_is_returned_may_be_kept(scorer, bert_tiny, texts):
     assert not scorer.module.training
     assert not any(p.requires_grad for p in scorer.module.parameters())
-    found = score(scorer, bert_tiny.encode(texts[:3]))
+    scores = score(scorer, bert_tiny.encode(texts[:3]))
     weight = torch.ones(3, requires_grad=True)
-    (found * weight).sum().backward()
-    assert torch.equal(weight.grad, found)
+    (scores * weight).sum().backward()
+    assert torch.equal(weight.grad, scores)
 
 
 def test_half_precision_is_a_copy_that_is_made_once(scorer, bert_tiny, texts):
@@ -343,8 +343,8 @@ def test_the_true_order_ranks_first_of_twenty_shuffles(assets):
     chance = random.Random(0)
     first = 0
     for ids in chosen:
-        found = score(own, [ids, *shuffles(ids, 20, chance)])
-        first += bool(found[0] < found[1:].min())
+        scores = score(own, [ids, *shuffles(ids, 20, chance)])
+        first += bool(scores[0] < scores[1:].min())
     assert len(chosen) == 60
     # 91 of 100 when measured: fewer than 46 of 60 would be four standard deviations off, and
     # chance gives 3.
@@ -452,11 +452,11 @@ def test_steps_take_the_place_of_epochs_and_each_is_reported(here):
 def test_each_step_has_its_learning_rate(here, monkeypatch):
     monkeypatch.setattr(training, "rate_at", lambda step, steps: float(step == 0))
     corpus = training.read_sentences(here / "notes.txt", "builtin/bert-tiny", plan_of())
-    one, four = (
+    one_step, four_steps = (
         training.train(corpus, plan_of(steps=steps), CPU).prior.module.state_dict()
         for steps in (1, 4)
     )
-    assert all(torch.equal(one[name], four[name]) for name in one)
+    assert all(torch.equal(one_step[name], four_steps[name]) for name in one_step)
 
 
 def test_the_loss_is_that_of_transformers(here, bert_tiny, texts):
@@ -473,9 +473,9 @@ def test_a_pass_has_every_sentence_once_and_lengths_alike():
     sequences = [(i,) * (1 + i % 30) for i in range(100)]
     batches = training.batches(sequences, 8, seed=0)
     passes = [[next(batches) for _ in range(13)] for _ in range(2)]
-    for one in passes:
-        assert sorted(ids for batch in one for ids in batch) == sorted(sequences)
-        assert max(max(map(len, batch)) - min(map(len, batch)) for batch in one) <= 6
+    for epoch in passes:
+        assert sorted(ids for batch in epoch for ids in batch) == sorted(sequences)
+        assert max(max(map(len, batch)) - min(map(len, batch)) for batch in epoch) <= 6
     assert passes[0] != passes[1]
 
 
@@ -520,7 +520,8 @@ def test_without_a_token_for_unknown_words_sentences_with_them_are_left_out(here
             corpus := training.read_sentences(here / "notes.txt", f"builtin/{name}-tiny", plan_of())
         )
     }
-    assert {name: len(found) for name, found in read.items()} == {"bert": 3, "gpt2": 2, "llama": 3}
+    counts = {name: len(sentences) for name, sentences in read.items()}
+    assert counts == {"bert": 3, "gpt2": 2, "llama": 3}
 
 
 @pytest.mark.parametrize(
