@@ -18,7 +18,7 @@ word gives D equations, in which only S and two numbers are unknown. `keyspan` l
 them, and no length is too long. A right text leaves rounding, one wrong word percents of dq_i.
 
 **Search.** Give each candidate j (a word at a place) a weight m_j, so that a_ij is proportional to
-m_j e_ij: the text is an m of zeros and ones, with one 1 at each place. The covariance C has the derivative
+m_j e_ij: the text is an m of zeros, with a one at each place. The covariance C has the derivative
 
     dC/dm_j = a_ij / m_j ((s_ij - mean s_i) (k_j - mean k) / sqrt(K) - C)
 

@@ -46,7 +46,8 @@ _TERMS = 32
 """Units of float32's last digit that sums as long as a gradient may be off by."""
 
 TABLES = 1 / 3
-"""Weight of each table in a cosine, as a share of all other tensors: tables say most of places."""
+"""Weight of each table in a cosine, as a share of all other tensors: tables say most about
+places."""
 
 
 @dataclass(frozen=True, kw_only=True)
