@@ -30,8 +30,7 @@ class Reconstruction:
         evidence: For each sequence the attack's own statistic, lower is better.
         margins: For each sequence, how many times worse the best rejected answer in its place is by
             that statistic; below 1 for a guess. Empty: not known.
-        tokens: The distinct tokens of the batch, as the attack read them. None: it does not look
-            for them.
+        tokens: The distinct tokens of the batch, as read. None: the attack does not look for them.
         scores: For each statistic, by name, one number for each text of `Candidates.listed`, in its
             order; the higher, the more likely the text was in the batch.
         facts: Other facts it read, by name, as plain JSON values. Facts that `GroundTruth.facts`

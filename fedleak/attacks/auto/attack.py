@@ -225,8 +225,7 @@ class _Attempt:
         setting = AttackSetting.of(seen, model)
         able = [attack for attack, _ in ENSEMBLE if attack.obstacle(setting) is None]
         if model.family.causal:
-            # DAGER reads texts of any length from a decoder, one token after the other, and
-            # cheaply.
+            # DAGER reads a decoder's texts of any length, one token after the other, and cheaply.
             late = (Keyspan, StatePursuit, Lamp)
             able.sort(key=lambda attack: isinstance(attack, late) and 1 + late.index(type(attack)))
         elif seen.update.num_examples > 1:

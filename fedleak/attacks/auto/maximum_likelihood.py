@@ -105,9 +105,8 @@ _APART = 30.0
 """Nats below the best word of a place at which other words are not tried."""
 
 _BEAM, _STARTS, _STATES, _WORDS, _READ, _NEAREST = 32, 64, 4, 32, 12, 8
-"""Texts of the beam; those of them that are judged; texts improved side by side; words tried at a
-place; those of their texts that the prior reads whole; words that must be rejected at each
-place."""
+"""Texts of the beam; texts of it that are judged; texts improved side by side; words tried at a
+place; such texts that the prior reads whole; words that must be rejected at each place."""
 
 _AT_ONCE = 32
 """Texts of a forward pass."""
@@ -517,8 +516,7 @@ def word_odds(rows: Rows) -> Tensor:
 def masked_odds(rows: Rows) -> Tensor:
     """Returns the same of masked rows, by the numbers of which word and place both came.
 
-    Such numbers are equal but for rounding, or belong to different words. A word of several places
-    is equal nowhere.
+    They are equal but for rounding, or of different words. A word of several places equals none.
     """
     used_U = rows.word_VD.any(1).nonzero()[:, 0]
     word_UD = rows.word_VD[used_U]

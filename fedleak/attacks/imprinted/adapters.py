@@ -5,10 +5,9 @@ The module of the server mode of this name describes what it does to the gradien
 1. The rows of the gradient of the values' B have a span. If the input of a word at a position, seen
    through A, lies in it, the head looked at that word in some text.
 2. The weight of such a token is the gradient g_s of its text at this head. The g_s of all heads are
-   parts of one gradient at the output of attention. How these parts go together is learned from
-   texts made of the words that were read: the second moment of their gradients. So the gradient of
-   a text at some heads predicts its gradient at the next head, and so which token there belongs to
-   the text.
+   parts of one gradient at attention's output. How these parts go together is learned from texts
+   made of the words that were read: the second moment of their gradients. So the gradient of a text
+   at some heads predicts the one at the next head, and the text's token there.
 
 Positions put the words of a text in order. Places that no head has looked at stay empty.
 

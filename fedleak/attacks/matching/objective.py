@@ -46,8 +46,7 @@ _TERMS = 32
 """Units of float32's last digit that sums as long as a gradient may be off by."""
 
 TABLES = 1 / 3
-"""Weight of each table in a cosine, as a share of all other tensors: tables say most about
-places."""
+"""Weight of each table in a cosine, as a share of all other tensors: tables show places."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,8 +64,7 @@ class Statistics(NamedTuple):
 
     Attributes:
         residual_K: The statistic of the likelihood ratio, in standard deviations.
-        calibrated_K: `residual_K` less that of the mean of the round's other updates; None: no
-            others.
+        calibrated_K: `residual_K` less that of the mean of the round's other updates, or None.
         cosine_K: The cosine with the update, each tensor in units of its root mean square.
         public: How many public texts were used.
     """

@@ -105,8 +105,7 @@ class _Sent(NamedTuple):
     Attributes:
         value_OD: The numbers, zeros for those that did not come.
         came_OD: Which came.
-        variance_OD: Of what rounding of the weights added to each; None: the numbers are no change
-            of weights.
+        variance_OD: Of what rounding of the weights added to each; None: the update is a gradient.
     """
 
     value_OD: Tensor

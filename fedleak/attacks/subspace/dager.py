@@ -187,8 +187,7 @@ def candidates(
     """Returns for each position the tokens that may stand there.
 
     The token bag is read first, because that takes one look at the vocabulary; beyond its budget
-    each position takes a look. In a rotary model the first attention's inputs do not depend on
-    positions.
+    each position takes a look. A rotary model's first inputs do not depend on positions.
     """
     table = model.family.token_table(model.module)
     # The input that an adapter projects is no sum of rows.

@@ -8,8 +8,8 @@ regression of x_vp on S with least absolute deviations finds it, because it is e
 of gross errors (Candes and Tao, "Decoding by linear programming", 2005). `Span.excess` of m * x_vp
 tells whether there is one at all: S has hundreds of equations for a mask. The same word at the same
 place of several texts has as many masks: the cheapest is found first, and another one if deviations
-cost more at the numbers that known masks lost. All inputs are known as soon as they are as many as
-S has dimensions.
+cost more at the numbers that the first lost. All inputs are known as soon as they are as many as S
+has dimensions.
 
 From here on nothing is blurred. Least squares gives the gradient at each token's query and key,
 and they lie in the spans of its text's keys and queries (`keyspan`), whatever dropout does to the
@@ -66,8 +66,7 @@ _DEARER = 4.0
 """How much more a deviation costs at a number that a known mask of the word at the place lost."""
 
 _OVERSHOOT = 10.0
-"""How much more a deviation costs that dropout cannot make: dropout takes numbers away, and adds
-none."""
+"""How much more a deviation costs that dropout cannot make: dropout only takes numbers away."""
 
 _OTHERS = 1e-9
 """Weight of numbers that are not surely kept, so that enough are left to solve for."""

@@ -3,9 +3,8 @@
 The span of the first layer's inputs shows which word stands where in a batch (`atoms`). `keyspan`
 groups these pairs by the gradients at queries and keys. If pruning left too few of these gradients,
 the last block groups the pairs: a text of the batch leaves nothing outside the span of what reaches
-the loss (`pooled_span`). A climb begins at random words, one for each place, more often at words
-that no text has yet. It changes one word at a time, until nothing of the text is left outside the
-span, or nothing helps.
+the loss (`pooled_span`). A climb begins at random words, one for each place, preferably words that
+no text has yet. It changes one word at a time, until nothing is left outside, or nothing helps.
 
 Limits: pairs must be few at each place, or climbs are long.
 """

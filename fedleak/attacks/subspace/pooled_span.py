@@ -65,8 +65,7 @@ _STEPS, _RIGHT = 100, 1e-6
 """Steps of alternating least squares at most, and what a right matrix leaves, as a share."""
 
 _ANGLE = 2e-4
-"""Angle by which directions of such a matrix are off, at most: rounding, amplified by missing
-numbers."""
+"""Angle by which directions of such a matrix are off, at most: rounding, amplified by its gaps."""
 
 _RIDGE = 1e-14
 """Added to equations, in units of their diagonal, so that dependent ones have a solution."""

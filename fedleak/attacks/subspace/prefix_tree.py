@@ -471,8 +471,7 @@ def tails(prefixes: Prefixes, seed: int, loose_R: Tensor) -> list[Filled]:
     """Returns what follows the last token that passed.
 
     Nothing follows if the token's own query explains the gradient at its key. If no tail explains
-    it, the nearest tail follows. If that gradient was not sent, any tail of at most one token may
-    follow.
+    it, the nearest tail follows. Without that gradient, any tail of at most one token may.
     """
     side = prefixes.key
     if side is None:

@@ -132,8 +132,7 @@ class ProjectedSpan(Span):
 
     An adapter adds B A x to W x, so that the gradient of B is the sum of g (A x)^T: its rows are
     combinations of A x, of which A is known. The gradient of A, B^T g x^T, is zero because B is.
-    The basis has as many dimensions as A has rows, so the batch must have fewer tokens than A has
-    rows.
+    The basis has as many dimensions as A has rows, so the batch must have fewer tokens than that.
 
     Attributes:
         first_ID: A.

@@ -95,9 +95,8 @@ def read_token_bag(
 ) -> TokenBag | None:
     """Returns the token bag of the batch whose gradients span `span`, None beyond the budget.
 
-    The number of positions is not known. It is estimated first by a number with which tokens and
-    positions explain all of the span, then by the last position in the span of the gradients and
-    the tokens.
+    The number of positions is not known. It is first a number with which tokens and positions
+    explain all of the span, then that of the last position in the span of gradients and tokens.
 
     Args:
         directions: Of all tokens and positions.
