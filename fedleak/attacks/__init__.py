@@ -3,13 +3,13 @@
 An attack is a frozen dataclass of its hyper-parameters with a `kind`, called as
 `attack(observation, model, rng=generator)` with the model at the broadcast weights. It returns a
 `Reconstruction` and changes neither observation nor weights. It cannot import the truth, the
-data, the metrics or the run directory (import-linter checks that). So it has all that it scores
-from the update and the granted facts. Nothing checks the imports of an attack that another package
-brings, so lists and reports name its package. `fedleak list` prints the docstring's first line.
-An attack that takes several observations at once is `Batched`. An attack that takes minutes, not
-seconds, has `slow = True`: the others go first. An attack that takes milliseconds and belongs to
-every run has `always = True`. An attack that reads few tensors is `Selective`. An attack that
-leaves the work to a program of others has `outside = True`: no import contract holds that program.
+data, the metrics or the run directory (import-linter checks that). So all that an attack scores
+comes from the update and the granted facts. Nothing checks the imports of an attack that another
+package brings, so lists and reports name its package. `fedleak list` prints the docstring's first
+line. An attack that takes several observations at once is `Batched`. An attack that takes minutes,
+not seconds, has `slow = True`: the others go first. An attack that takes milliseconds and belongs
+to every run has `always = True`. An attack that reads few tensors is `Selective`. An attack that
+runs an outside program has `outside = True`: no import contract holds that program.
 """
 
 import json
@@ -29,12 +29,12 @@ from fedleak.training.observation import Observation, UpdateKind
 from fedleak.util.plugins import discover, no_dataclass_of
 
 CALIBRATED = "calibrated"
-"""A score of membership that an update has only where another of its round is beside it."""
+"""A score of membership that an update has only if its round has another update."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttackSetting:
-    """What an attack can be told before it sees an update: enough to refuse it early.
+    """What is known before an attack sees an update: enough to refuse the attack early.
 
     Attributes:
         update: Gradient or delta.
@@ -43,8 +43,7 @@ class AttackSetting:
         family: The architecture.
         num_layers: Its transformer blocks.
         task: "sequence-classification" or "causal-lm".
-        server_mode: The kind of what a malicious server did to the model that it sent; None: it was
-            honest.
+        server_mode: The kind of the malicious server's mode; None: the server is honest.
         response: The loss counts the tokens of responses alone.
     """
 
@@ -117,10 +116,10 @@ OnProgress = Callable[[int, Progress], None]
 
 @runtime_checkable
 class Equipped(Attack, Protocol):
-    """An attack that brings something along which may be missing, such as a language model."""
+    """An attack that needs something that may be missing, such as a language model."""
 
     def check_equipment(self) -> None:
-        """Refuses what is missing or of no use. Called once, before anything is trained.
+        """Refuses equipment that is missing or of no use. Called once, before anything is trained.
 
         Raises:
             ConfigError: What is wrong, and what to do.
@@ -130,12 +129,12 @@ class Equipped(Attack, Protocol):
 
 @runtime_checkable
 class Selective(Attack, Protocol):
-    """An attack that reads few tensors of an update, and says which."""
+    """An attack that reads few tensors of an update, and names them."""
 
     def reads(self, setting: AttackSetting) -> frozenset[str]:
         """Returns the names of the parameters that it reads; it works as well without the others.
 
-        A proof recomputes every tensor that it is given, so it covers those alone.
+        A proof recomputes every tensor that it is given, so it covers only the tensors named here.
         """
         ...
 
@@ -154,11 +153,11 @@ class Asked(Attack, Protocol):
 
 
 class Step(NamedTuple):
-    """An attack that another attack is made of, in a setting.
+    """An attack that is part of another attack, in a setting.
 
     Attributes:
         kind: Its name.
-        purpose: What it is there for.
+        purpose: Its task there.
         obstacle: Why it does not take part; None: it does.
     """
 
@@ -169,10 +168,10 @@ class Step(NamedTuple):
 
 @runtime_checkable
 class Planned(Attack, Protocol):
-    """An attack that is made of others, and says beforehand which of them it asks."""
+    """An attack that runs other attacks, and lists them beforehand."""
 
     def plan(self, setting: AttackSetting) -> Sequence[Step]:
-        """Returns the others in the order in which they are asked, also those that cannot work."""
+        """Returns the other attacks in the order in which they run, also those that cannot work."""
         ...
 
 
@@ -180,17 +179,17 @@ class Planned(Attack, Protocol):
 class Batched(Attack, Protocol):
     """An attack that takes several observations of one round and model at once.
 
-    Each answer is what it would have been alone, and calling the attack is `many` of one. The
-    exception is a score of `membership` that compares the updates of a call: who sees one update of
-    a round sees the others.
+    Each answer is the same as for its observation alone, and calling the attack is `many` with one
+    observation. The exception is a score of `membership` that compares the updates of a call: a
+    server that sees one update of a round sees the others.
     """
 
     @property
     def at_once(self) -> int:
         """How many observations one call takes at most.
 
-        A `ClassVar` will do. It is no setting of the attack, because answers do not depend on it
-        but in rounding; `workers.at_once` lowers it where memory is short.
+        A `ClassVar` will do. It is no setting of the attack, because answers depend on it only by
+        rounding; `workers.at_once` lowers it if memory is short.
         """
         ...
 
@@ -205,10 +204,10 @@ class Batched(Attack, Protocol):
         """Returns what the attack reads out of each observation.
 
         Args:
-            seen: At most `at_once` of one round.
+            seen: At most `at_once` observations of one round.
             model: At the weights of that round.
             rngs: The random stream of each observation.
-            report: May be told the progress as often as every step: it costs next to nothing.
+            report: Takes the progress. It costs next to nothing, so it may be called at every step.
         """
         ...
 
@@ -271,7 +270,7 @@ def is_slow(attack: Attack) -> bool:
 def always_on() -> list[str]:
     """Returns the kinds that are on in every run: cheap attacks with `always = True`.
 
-    Those of other packages are not: what a run does must not depend on what else is installed.
+    Attacks of other packages are left out: a run must not depend on what else is installed.
     """
     own = kinds().keys() - discover(sys.modules[__name__]).foreign().keys()
     return sorted(kind for kind in own if getattr(kinds()[kind], "always", False))

@@ -5,14 +5,14 @@ the gradients of the sequences' logits, `G = sum_s sum_k kappa_sk dlogit_sk/dW`.
 occurs m_c times with label c in a batch of n, then
 `kappa_s = sum_c m_c dloss(logits_s, c)/dlogits / n`. So least squares gives kappa, and kappa gives
 the labels and the multiplicities. A batch is proved when the gradient recomputed from all of it
-equals the observed gradient. Of a text that has no target the update says nothing, so a response
-template leaves batches with such texts, or with repeated ones, unproved.
+equals the observed gradient. The update contains nothing of a text without a target. So with a
+response template, batches with such texts, or with repeated ones, stay unproved.
 
-It may do so up to one positive factor on the whole update, the scale. Clipping by norm, a sum in
-place of the mean, accumulation without division, loss scaling and an unknown learning rate
-multiply all numbers alike. So a proof is of the update's direction, one number less than all of it.
-A scale other than 1 hides one thing: a batch of which every text occurs equally often, and that
-more than once, pulls like the same batch once. Such a batch is not proved.
+The two may differ by one positive factor on the whole update, the scale. Clipping by norm, a sum in
+place of the mean, accumulation without division, loss scaling and an unknown learning rate multiply
+all numbers alike. So a proof covers the update's direction, which is one number less than the
+update. A scale other than 1 hides one thing: a batch in which every text occurs equally often, and
+more than once, pulls like the batch in which each occurs once. Such a batch is not proved.
 
 A mask, or pruning, sends some numbers of a row as they were, and zeros in place of the others; a
 change of large weights is rounded to zero here and there. Then the numbers that came are compared,
@@ -48,14 +48,14 @@ SEQUENCES_AT_ONCE = 16
 """Likewise: each sequence has a backward pass of its own."""
 
 _TOLD_APART = 20.0
-"""Times the precision of an update that two embeddings differ by, relative to their length, if it
-can tell their words apart: a word is one of many in a batch."""
+"""An update can tell two words apart if their embeddings differ, relative to their length, by this
+many times its precision: a word is one of many in a batch."""
 
 _WORDS_AT_ONCE = 256
 """Words whose distances to all others are in memory."""
 
 _ZEROS = 0.02
-"""Share of zeros in rows that have other numbers, above which these zeros are none."""
+"""Share of zeros in used rows, above which these zeros are numbers that did not come."""
 
 _SMALL = 1e-3
 """A tensor below this fraction of the update's norm counts as this large: some are zero."""
@@ -126,7 +126,7 @@ def is_linear(seen: Observation) -> bool:
 
 
 def lacks_numbers(tensors: Iterable[Tensor]) -> bool:
-    """Whether of rows that have numbers not all came."""
+    """Whether some numbers of used rows did not come."""
     lacking, total = 0, 0
     for value in tensors:
         used = int(value.any(-1).sum()) * (value.shape[-1] if value.dim() else 1)
@@ -214,7 +214,7 @@ class Counted(NamedTuple):
     """What sequences are in a batch.
 
     Attributes:
-        of_pulls: What each pull tells; None if no counts explain it.
+        of_pulls: The member behind each pull; None if no counts explain it.
         scale: The factor on the whole update that makes their counts whole.
     """
 
@@ -227,12 +227,12 @@ def counted(
 ) -> Counted:
     """Returns how often, and with which labels, sequences occur, whatever the update's scale.
 
-    The scale is 1 if that explains all that pulls. Of other scales, the one with the fewest
+    The scale is 1 if that explains all that pulls. Among other scales, the one with the fewest
     occurrences is taken. In next-token training weights need not be whole, and the scale is 1.
 
     Args:
         model: At the broadcast weights.
-        pulls: Of different sequences; one that hardly pulls may be in no batch.
+        pulls: Of different sequences; a sequence that hardly pulls may not be in the batch.
         batch_size: Texts in the batch.
         whole: The sequences are the whole batch; else others may be in it, too.
     """
@@ -286,7 +286,7 @@ def explain(
     """Returns how often, and with which labels, each sequence is in the batch; none if unknown.
 
     Least squares over the units of all sequences uses the last shared parameters: their gradients
-    cost little more than a forward pass. Where the sequences do not explain the update, their
+    cost little more than a forward pass. If the sequences do not explain the update, their
     beginnings are tried too: in a causal model one sequence may begin another. If time is up before
     all of them are tried, nothing is known.
     """
@@ -394,7 +394,7 @@ def weights_per_target(model: LanguageModel, members: Sequence[Member]) -> list[
 
 
 class Verdict(NamedTuple):
-    """What recomputing a batch's gradient says.
+    """What recomputing a batch's gradient shows.
 
     Attributes:
         repeats: How often each sequence is in the batch, by its tokens.
@@ -447,9 +447,9 @@ Texts = Mapping[tuple[int, ...], int]
 
 
 class Proofs(Generic[Proof]):
-    """The last proofs: an attack makes one, and who checks its answer need not make it again.
+    """The last proofs, so that a check of an attack's answer need not repeat the attack's proof.
 
-    One counts for the same observation and network alone, with all tensors as they were.
+    A proof counts only for the same observation and network, with all tensors as they were.
     """
 
     def __init__(self) -> None:
@@ -457,7 +457,7 @@ class Proofs(Generic[Proof]):
         self._kept = deque(maxlen=64)
 
     def keep(self, model: LanguageModel, seen: Observation, texts: Texts, proof: Proof) -> None:
-        """Keeps what was just proved, unless torch does not count who writes to its tensors."""
+        """Keeps a new proof, unless torch does not count the writes to one of the tensors."""
         now = self._written(model, seen)
         if all(count is not None for _, count in now):
             self._kept.append((weakref.ref(seen), weakref.ref(model.module), now, texts, proof))
@@ -486,7 +486,7 @@ def judge(
 ) -> Verdict:
     """Returns what the model's own gradient says of sequences, whatever their repetitions are.
 
-    Nothing is proved of an update that is no single gradient, or if time is up before.
+    Nothing is proved if the update is no single gradient, or if time is up before.
     """
     if not is_linear(seen) or not sequences:
         return NOTHING_PROVED
@@ -564,13 +564,13 @@ def proves(
 ) -> bool:
     """Whether the recomputed gradient of exactly these sequences is the update.
 
-    Every claim of a proof is held against this, whoever makes it. Nothing is taken from the attack
-    but its tokens: labels follow from the update. A verdict that this module came to so itself, for
-    the same tokens, the same observation and the same model, is not computed again, if their
-    tensors are where they were and nobody wrote to them since, as torch counts it. So an attack
-    that is wrong is not believed, nor one that changed a tensor after its proof. An attack that
-    writes past that count (`.data`) before a proof, and back behind it, could as well replace this
-    function: who does not trust its code runs it in another process (`attacks.outside`).
+    Every claim of a proof is checked here, whoever makes it. Only the tokens come from the attack:
+    labels follow from the update. A verdict that this module reached in this way is not computed
+    again for the same tokens, observation and model, if their tensors are where they were and were
+    not written to since, as torch counts writes. So a wrong attack is not believed, nor an attack
+    that changed a tensor after its proof. An attack that writes past that count (`.data`) before a
+    proof, and restores the tensor afterwards, could as well replace this function: if you do not
+    trust its code, run it in another process (`attacks.outside`).
 
     Args:
         model: At the broadcast weights.
@@ -623,8 +623,8 @@ def can_tell(model: LanguageModel, seen: Observation, tokens: int) -> bool:
 def has_twins(model: LanguageModel, words: Set[int], seen: Observation) -> bool:
     """Whether another text gives the same update, because two words have nearly one embedding.
 
-    Words that a model hardly met in training may have. Only the rows of the embedding's gradient
-    tell such words apart; of a pruned update a word may have none.
+    Words that a model hardly met in training may be such words. Only the rows of the embedding's
+    gradient tell them apart; a pruned update may lack the row of a word.
     """
     content = sorted(words - model.special_ids())
     if (rows_VD := seen.update.tensors.get(model.family.word_embedding)) is not None:
@@ -685,7 +685,7 @@ def difference(
 ) -> Difference | None:
     """Returns how far a batch's gradient is from the observed one.
 
-    None if time is up before the whole gradient is there.
+    None if time is up before the whole gradient is computed.
 
     Args:
         model: At the broadcast weights.
@@ -744,7 +744,7 @@ def _apart(own: Sequence[Tensor], observed: Sequence[Tensor], enough: float) -> 
         return plain
     own_square = sum(float(a.flatten() @ a.flatten()) for a in own)
     inner = sum(float(a.flatten() @ b.flatten()) for a, b in zip(own, observed, strict=True))
-    # No client turns its update around.
+    # No client reverses the sign of its update.
     if not inner > 0 < own_square:
         return plain
     scale = inner / own_square

@@ -1,7 +1,7 @@
 """The time that an attack may take.
 
-`seconds` is a promise. So an attack looks at its clock wherever a part of its work is long, says
-how long the next part will take as far as it knows, and does not begin what would end too late.
+`seconds` is a promise. So an attack reads its clock before each long part of its work, with the
+time that the part will take as far as known, and does not begin a part that would end too late.
 """
 
 import math
@@ -24,7 +24,7 @@ class Clock:
     """Tells an attack that its time is up; the attack then ends with what it has.
 
     Attributes:
-        rang: An attack asked when time was up, so that its answer may lack something.
+        rang: The clock was read when time was up, so the answer may lack something.
     """
 
     def __init__(self, seconds: float | None) -> None:
@@ -53,11 +53,11 @@ class Clock:
         return Clock(None if self._end is None else self._end - now() - seconds)
 
     def paced(self, parts: Iterable[Part], least: int = 0) -> Iterator[Part]:
-        """Yields parts of a work while one more, as long as the longest so far, ends in time.
+        """Yields parts of the work while another part as long as the longest so far ends in time.
 
         Args:
-            parts: What is done with one until the next is asked for counts as its time.
-            least: So many parts are done in any case.
+            parts: The time of a part ends when the next one is requested.
+            least: The number of parts that are yielded in any case.
         """
         longest = 0.0
         for number, part in enumerate(parts):

@@ -12,7 +12,7 @@ class Status(StrEnum):
     RECOVERED = "recovered"
     """The attack gave an answer, right or wrong."""
     ABSTAINED = "abstained"
-    """The attack ran and says that it found nothing it stands by."""
+    """The attack ran and found nothing that it trusts."""
     INADMISSIBLE = "inadmissible"
     """The update or the threat model lacks what the attack needs."""
     FAILED = "failed"
@@ -30,14 +30,14 @@ class Reconstruction:
         evidence: For each sequence the attack's own statistic, lower is better.
         margins: For each sequence, how many times worse the best rejected answer in its place is by
             that statistic; below 1 for a guess. Empty: not known.
-        tokens: The distinct tokens it says were in the batch. None: does not look for them.
-        scores: By the name of a statistic one number for each of `Candidates.listed`, in its order;
-            the higher, the more likely it was in the batch.
-        facts: Other facts it read, by name, as plain JSON values. Those that `GroundTruth.facts`
-            has, such as `longest_sequence`, are compared with what is true.
+        tokens: The distinct tokens of the batch, as read. None: the attack does not look for them.
+        scores: For each statistic, by name, one number for each text of `Candidates.listed`, in its
+            order; the higher, the more likely the text was in the batch.
+        facts: Other facts it read, by name, as plain JSON values. Facts that `GroundTruth.facts`
+            has too, such as `longest_sequence`, are compared with it.
         diagnostics: How it went, as plain JSON values. Two are summed up in reports: `budget`,
-            the rank [used, available], where None cannot be told; and `candidates`, how many
-            were left after each check, by its name.
+            the rank [used, available], where None is unknown; and `candidates`, how many were left
+            after each check, by the check's name.
         verified: A certificate proves the whole answer.
         reason: Why it is not `recovered`.
     """

@@ -1,18 +1,18 @@
 """Replay: whether a client's local steps on the texts of an answer, made again, give its update.
 
 The server set how the client steps, so whoever has the model can make the same steps. That proves
-answers where recomputing one gradient cannot: after several steps, and after Adam. What is not
-known is searched by the cosine of the update that was sent and the one that was made again: which
-texts stood in which step, and their classes.
+answers where recomputing one gradient cannot: after several steps, and after Adam. Which texts
+stood in which step, and their classes, may be unknown: they are searched by the cosine of the
+update that was sent and the one that was made again.
 
 Two computations of one update differ by rounding, and Adam makes whole steps of the rounding of
 small gradients. So how far apart they may be is measured on the answer itself, without the update:
 the steps are made again at weights that are moved by their own rounding, as in Monte Carlo
-arithmetic (Parker 1997). And they are made again with one token changed: what is proved must be so
-near that each of these neighbours would be refused.
+arithmetic (Parker 1997). And they are made again with one token changed: a proof must be so near
+that each of these neighbours would be refused.
 
-Behind a mask, or pruning, only the numbers that came are compared, in all of this, and neighbours
-must be farther away. Of Adam's steps, which rounding blurs most, that proves nothing.
+After a mask or pruning, all of this compares only the numbers that came, and neighbours must be
+farther away. For Adam's steps, which rounding blurs most, that proves nothing.
 
 Shapes: X: all numbers of an update.
 """
@@ -41,10 +41,10 @@ from fedleak.training.recipe import Recipe, copied_parameters, in_weights_of
 from fedleak.training.steps import Batch, gradient, moved, steps_
 
 ROOM = 4.0
-"""How many times what rounding makes of an answer two computations may be apart."""
+"""How far apart two computations may be, in units of the difference that rounding makes."""
 
 NEIGHBOURS = 4
-"""Answers with one token changed that a proof has to tell from the answer."""
+"""Answers with one token changed that a proof has to distinguish from the answer."""
 
 _MARGIN = 20.0
 """Times the limit that these must be away from the answer where not all numbers came, in place of
@@ -54,14 +54,14 @@ PROMISING = 0.5
 """Cosine below which no order of texts is searched, once classes are the best one by one."""
 
 REPLAYS = 200
-"""Times at most that the steps are made to find which texts were in which."""
+"""How often, at most, the steps are made to find which texts were in which step."""
 
 SECONDS = 60.0
 """Time for one answer, at most."""
 
 
 class Replayed(NamedTuple):
-    """What making the steps again says of an answer.
+    """What making the steps again shows about an answer.
 
     Attributes:
         cosine: Of the update that was sent and the one that was made again.
@@ -160,7 +160,7 @@ def replay(
         seen: The update, without what weight decay alone did.
         seconds: For the search of orders and classes: the attack's own limit, if that is less than
             a minute.
-        strict: None, too, where what comes after the search would take longer than that.
+        strict: Return None, too, if the work after the search would take longer than that.
     """
     if obstacle(seen) is not None or not 0 < len(sequences) == seen.update.num_examples:
         return None
@@ -198,7 +198,7 @@ def replay(
 
 
 def _without(lacking_X: Tensor | None, value_X: Tensor) -> Tensor:
-    """Returns numbers with zeros for those that did not come, in their place."""
+    """Returns numbers with zeros in place of those that did not come."""
     return value_X if lacking_X is None else value_X.masked_fill_(lacking_X, 0)
 
 
@@ -210,7 +210,7 @@ def _judged(
     lacking_X: Tensor | None,
     margin: float,
 ) -> Replayed | None:
-    """Returns what the best arrangement of texts says; None of an update that says nothing.
+    """Returns what the best arrangement of texts proves; None if no difference can be computed.
 
     Args:
         model: At the broadcast weights.
@@ -247,7 +247,7 @@ def _judged(
 def can_tell(model: LanguageModel, closed: Sequence[Sequence[int]], seen: Observation) -> bool:
     """Whether an update has enough numbers to prove so many tokens.
 
-    Of a first step of Adam each number is little more than a sign: one bit.
+    After a first step of Adam each number is little more than a sign: one bit.
     """
     numbers = sum(int(tensor.count_nonzero()) for tensor in seen.update.tensors.values())
     return numbers >= sum(map(len, closed)) * math.log2(len(model.tokenizer))
@@ -306,7 +306,7 @@ def cosine(a_X: Tensor, b_X: Tensor) -> float:
 def _starts(
     model: LanguageModel, closed: Sequence[Sequence[int]], seen: Observation
 ) -> Iterator[Arrangement]:
-    """Yields an arrangement of each number of passes, and of texts in a step, that steps admit."""
+    """Yields an arrangement for each number of passes, and of texts per step, that steps admit."""
     known, count = seen.knowledge, len(closed)
     steps = known.local_steps or 1
     passes = [known.local_epochs] if known.local_epochs else range(1, steps + 1)

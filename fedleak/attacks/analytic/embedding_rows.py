@@ -1,11 +1,11 @@
-"""Facts that stand in single rows of an update: who was looked up, and how far positions go.
+"""Facts in single rows of an update: which tokens occur, and how many positions are used.
 
 An embedding row has a gradient only if its token (or position) occurred, so the support of the
 embedding's update is the set of tokens and the number of positions; measured to survive dropout,
 masking, pruning and local steps (Melis et al. 2019; Gupta et al. 2022, section 3.1). With an
 output layer tied to the embedding every row has a gradient, and the used ones stand out by size.
 Under Gaussian noise of one size the squared norms of unused rows have a chi-square distribution,
-and rows that it would not reach were used.
+and rows beyond its reach were used.
 
 Shapes: V rows of a table, D hidden size.
 """
@@ -33,8 +33,8 @@ class Used(NamedTuple):
 
     Attributes:
         rows: In rising order.
-        gap: The smallest used row's norm over the largest unused one's: infinite where the unused
-            ones are zero.
+        gap: The smallest used row's norm over the largest unused one's: infinite if the unused ones
+            are zero.
         complete: No other row was used: there is a gap. Else noise may hide some.
     """
 
@@ -44,7 +44,7 @@ class Used(NamedTuple):
 
 
 def used_rows(rows_VD: Tensor) -> Used | None:
-    """Returns the rows that were used; None where they cannot be told from the others."""
+    """Returns the rows that were used; None if they cannot be distinguished from the others."""
     norms_V = rows_VD.float().norm(dim=-1)
     order_V = norms_V.argsort(descending=True, stable=True)
     sorted_V = norms_V[order_V].double()
@@ -78,7 +78,7 @@ def longest_sequence(rows_PD: Tensor) -> int | None:
 def above_noise(squares_V: Tensor, width: int) -> Tensor:
     """Returns how far squared norms are above those of noise, in units of how far noise gets.
 
-    It is 0 for all if those in the middle are not as Gaussian noise alone would make them.
+    It is 0 for all if the middle of the squared norms is not spread as Gaussian noise alone is.
 
     Args:
         squares_V: Of the rows of a table; most were not used.

@@ -21,7 +21,7 @@ DUMMY_LENGTH = 16
 
 
 def label_counts(seen: Observation, model: LanguageModel, rng: torch.Generator) -> list[int] | None:
-    """Returns the estimated number of examples of each class; None where it cannot be told.
+    """Returns the estimated number of examples of each class; None if it is unknown.
 
     The gradient of the classifier's bias is the mean over the batch of the loss's gradient at the
     logits z: p - y under cross-entropy, 2/C (z - y) under the squared error. So the shares y follow

@@ -2,22 +2,22 @@
 
 Let d_vq be the sum, over the texts of a batch, of the gradients at place q where word v stands. The
 word embedding's row of v is W_v = sum over q of d_vq + noise, the position row of q is P_q = sum
-over v of d_vq + noise. Few pairs (v, q) are in a batch, and which ones is a sparse regression whose
-dictionary has a column h_vq for each pair, with ones at the rows of v and q, and whose D
-measurements share their support. With d_vq ~ N(0, t_vq I) the rows Y = [W; P] have the covariance
+over v of d_vq + noise. Few pairs (v, q) are in a batch. Finding them is a sparse regression: its
+dictionary has a column h_vq for each pair, with ones at the rows of v and q, and its D measurements
+share their support. With d_vq ~ N(0, t_vq I) the rows Y = [W; P] have the covariance
 C = noise + sum of t_vq h h^T in each dimension, and the t that make them likeliest are zero for
 most pairs (sparse Bayesian learning: Tipping 2001; of many measurements: Wipf and Rao 2007).
 
-They are found pair by pair (Tipping and Faul 2003). Of C without a pair, with s = h^T C^-1 h and
-q = |h^T C^-1 Y|^2 / D, the likelihood is greatest at t = (q - s) / s^2, where q > s, and the pair
-then adds D/2 (q/s - 1 - log(q/s)) nats. The best pair is entered, estimated again or taken out,
-until none adds `_ENTERS`. Both come of the posterior of the few dozen d in C, with covariance
-Sigma and mean mu: C^-1 = I - H Sigma H^T, and of a pair in C itself s = 1/Sigma_ii - 1/t_i and
+They are found pair by pair (Tipping and Faul 2003). For C without a pair, let s = h^T C^-1 h and
+q = |h^T C^-1 Y|^2 / D. If q > s, the likelihood is greatest at t = (q - s) / s^2, and the pair then
+adds D/2 (q/s - 1 - log(q/s)) nats. The best pair is entered, estimated again or taken out, until
+none adds `_ENTERS`. Both follow from the posterior of the few dozen d in C, with covariance Sigma
+and mean mu: C^-1 = I - H Sigma H^T, and for a pair in C itself s = 1/Sigma_ii - 1/t_i and
 q = |mu_i|^2 / (Sigma_ii^2 D).
 
-Nothing is granted, and the others' gradients are no noise: what other words explain of a row is
-taken out of it. Limits: a word with a small gradient has a small d; of two texts with the same word
-at the same place it sees one pair.
+Nothing is granted, and the gradients of other words are no noise: the part of a row that they
+explain is taken out of it. Limits: a word with a small gradient has a small d; two texts with the
+same word at the same place give one pair.
 
 Shapes: V words, T places, D hidden size, K pairs so far.
 """
@@ -36,7 +36,7 @@ _CHANGES = 0.5
 """Nats that another estimate, or taking a pair out, must add."""
 
 _WORDS = 96
-"""Words that are looked at for each place: those that explain most of its row by themselves."""
+"""Words that are tried for each place: those that explain most of its row by themselves."""
 
 _MOST = 512
 """Steps, at most."""
@@ -55,8 +55,8 @@ class PlacedWords(NamedTuple):
 
     Attributes:
         variance: Of the gradient of each pair that is in the batch, in units of the noise's.
-        gain_VT: Nats that each other pair would add to the likelihood of the rows, and those that
-            the pairs in the batch do.
+        gain_VT: Nats that each pair in the batch adds to the likelihood of the rows, or that
+            another pair would add.
     """
 
     variance: dict[Pair, float]
@@ -115,10 +115,10 @@ class _Rows:
         has_word_VK[word_K, pairs] = 1
         has_place_TK[place_K, pairs] = 1
         same_KK = has_word_VK.T @ has_word_VK + has_place_TK.T @ has_place_TK
-        # Of the gradients of pairs: their posterior covariance in each dimension, and mean.
+        # The posterior covariance of the pairs' gradients in each dimension, and their mean.
         covariance_KK = torch.linalg.inv(same_KK + precision_K.diag())
         mean_KD = covariance_KK @ (word_VD[word_K] + place_TD[place_K])
-        # C^-1 Y is what the means leave of the rows.
+        # C^-1 Y is the rows minus the means.
         left_VD = word_VD.index_add(0, word_K, mean_KD, alpha=-1)
         left_TD = place_TD.index_add(0, place_K, mean_KD, alpha=-1)
         word_VK, place_TK = has_word_VK @ covariance_KK, has_place_TK @ covariance_KK
@@ -127,7 +127,7 @@ class _Rows:
         self._sparsity_VT = (2 - explained_VT).clamp_min(_ROUNDING)
         square_VT = left_VD.square().sum(1)[:, None] + left_TD.square().sum(1)
         self._quality_VT = (square_VT + 2 * left_VD @ left_TD.T) / self._width
-        # The pairs so far: of the covariance without the pair itself.
+        # For each pair so far, the covariance without the pair itself counts.
         variance_K = covariance_KK.diagonal()
         self._sparsity_VT[word_K, place_K] = (1 / variance_K - precision_K).clamp_min(_ROUNDING)
         quality_K = (mean_KD / variance_K[:, None]).square().sum(1) / self._width
@@ -141,7 +141,7 @@ class _Rows:
         return gain_VT
 
     def best_step(self, never: Collection[int]) -> tuple[Pair, float] | None:
-        """Returns the pair whose new variance adds most, and that; None if none adds enough."""
+        """Returns the pair and its new variance that add most; None if none adds enough."""
         gain_VT = self.gains(never)
         more_VT = gain_VT - _ENTERS
         for (word, place), value in self._variance.items():

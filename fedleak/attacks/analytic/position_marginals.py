@@ -4,8 +4,8 @@ Let d_i be the gradient at the i-th token of what the embeddings add up: word, p
 The row of a word v is W_v = sum of d_i over the places of v, the row of a position is P_q = sum of
 d_i over the tokens at q: two marginals of the same gradients. That holds whatever the layers above
 do, with dropout, and for sums over steps, batches and momentum, with any factor on the whole
-update (clipping, loss scaling, a learning rate). It does not hold for what treats rows unlike:
-Adam, weight decay, masks, noise.
+update (clipping, loss scaling, a learning rate). It does not hold if rows are treated differently:
+by Adam, weight decay, masks, noise.
 
 **One text** has P_q = d_q. So W = A P, where A[v, q] is 1 if v stands at q, and 0 if not. While
 places are no more than the hidden size, P has an inverse on the right, and A = W pinv(P) is the
@@ -15,9 +15,9 @@ smallest singular value of P, and r the largest norm of a row of W - A P. Anothe
 A' that differs in a row by whole numbers, at least one, so that row of W - A' P is no shorter than
 s - r. With `excess` = r / s, every other text leaves 1 / excess - 1 times as much. The text is
 `determined` if that is nine times. This rests on three things: that the update is a sum over one
-text, that it is what its gradients add up to but for r, and that every used position has a row.
-The weights play no part in it: the gradient of another model gives its text as well. So where one
-gradient without dropout is known to be there, and recomputing it fails, nothing is determined.
+text, that it is the sum of the text's gradients except for r, and that every used position has a
+row. The weights play no part in it: the gradient of another model gives its text as well. So if the
+update is known to be one gradient without dropout, and recomputing it fails, nothing is determined.
 
 **Next-token training with a tied output layer** adds sum_i (p_i(v) - [v = y_i]) h_i to each word
 row, with h_i the last hidden states. The rows of words that are in no text have nothing else, so
@@ -26,7 +26,7 @@ the rank of the span are together no more than the hidden size. What is projecte
 target, which is no input: it is taken to be the end token, as everywhere else.
 
 **Several texts** share positions, and P pinv(W) is a table of positions and words: it has a 1 for
-each word that occurs once. Which places belong to one text it does not say. Words go to the text
+each word that occurs once. It does not show which places belong to one text. Words go to the text
 whose words have the most similar gradients: a guess. Words that occur more than once are left out.
 
 Shapes: V words, M words that may be used, T places, D hidden size, R rank of the span.
@@ -52,8 +52,8 @@ DETERMINED = 0.1
 """Below this excess every other text leaves at least nine times as much."""
 
 _CUTS = (1e-6, 1e-5, 1e-4, 1e-3)
-"""Singular values, as shares of the largest, at which the span of hidden states may end: rounding
-decides, and local steps. The one that leaves the clearest solution is taken."""
+"""Singular values, as shares of the largest, at which the span of hidden states may end, which
+depends on rounding and local steps. The one with the clearest solution is taken."""
 
 _SUMS = 2
 """Random sums of rows for each dimension, which span what the rows span."""
@@ -62,7 +62,7 @@ _AT_ONCE = 4096
 """Rows that are in memory in float64."""
 
 _EMPTY = 1e-4
-"""A word's row that is smaller than this, as a share of the largest one, is of no text."""
+"""A word whose row is smaller than this, as a share of the largest row, is in no text."""
 
 _ZERO = 1e-12
 """A singular value below this share of the largest one is zero."""
@@ -78,7 +78,7 @@ class Marginals(NamedTuple):
         word_MD: The rows of the words that may be used, the largest first.
         words_M: These words.
         place_TD: The rows of the positions, from the first used one to the last.
-        others: No row of the other words is longer.
+        others: The largest norm of the other words' rows.
         rank: Dimensions that were projected out.
     """
 
@@ -210,7 +210,7 @@ _NOT_PROVED = {
 
 
 def marginals(word_VD: Tensor, position_PD: Tensor, tied: bool) -> list[Marginals] | str:
-    """Returns both tables, for each rank that a span to be projected out may have; or why not.
+    """Returns both tables, for each rank that the projected span may have; or why there are none.
 
     Args:
         word_VD: Gradient of the word embedding.
@@ -262,7 +262,7 @@ def marginals(word_VD: Tensor, position_PD: Tensor, tied: bool) -> list[Marginal
 
 
 def _outside(word_VD: Tensor, inside_DR: Tensor) -> Tensor:
-    """Returns the norm [V] of what of each row lies outside of a span."""
+    """Returns the norm [V] of each row's part outside of a span."""
     squares = []
     for word_XD in torch.split(word_VD, _AT_ONCE):
         word_XD = word_XD.double()
@@ -288,7 +288,7 @@ def solved(tables: Marginals) -> Solution:
 
 
 def placed(tables: Marginals) -> Places | None:
-    """Returns where the words of a batch stand; None if they are too many to tell."""
+    """Returns where the words of a batch stand; None if there are too many words."""
     norms_M = tables.word_MD.norm(dim=1)
     used_M = norms_M > _EMPTY * norms_M.max()
     words, width = int(used_M.sum()), tables.place_TD.shape[1]
@@ -300,7 +300,7 @@ def placed(tables: Marginals) -> Places | None:
 
 
 def grouped(places: Places, texts: int) -> list[list[int]]:
-    """Returns the texts of a batch, of words that stand at one place: those of similar gradients.
+    """Returns the texts of a batch: words that stand at one place, by similar gradients.
 
     A text begins with the word at the first place if there is but one.
     """

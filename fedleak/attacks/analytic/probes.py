@@ -67,7 +67,7 @@ class Probes:
             facts["label_counts"] = counts
         attention = family.attention_gradients(tensors, 0)
         if attention:
-            # None (null): the rank cannot be told, for noise or for too many tokens.
+            # None (null): the rank is unknown, because of noise or too many tokens.
             span = row_space(attention)
             used_up = span.rank if span is not None and span.exact else None
             diagnostics["budget"] = [used_up, model.hidden_size]

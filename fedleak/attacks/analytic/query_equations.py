@@ -12,20 +12,20 @@ A word at a place has known q, k and v. For a word that occurs once in the batch
 known as well: its row of the word embedding is the gradient d_i of the embeddings' sum, least
 squares splits each attention gradient by words and places (`token_bag`), and d_i less what comes
 through query, key and value is what comes from behind the attention (`FirstBlock.behind`). An
-encoder's LayerNorm hides two numbers of d_i, so that do_i is known but for them. So each such word
-gives D equations, of which S is the only unknown but for two numbers. `keyspan` lets the a_ij
-(s_ij - mean) be any numbers and ends where a text is longer than a head is wide; here softmax fixes
+encoder's LayerNorm hides two numbers of d_i, so that do_i is known except for them. So each such
+word gives D equations, in which only S and two numbers are unknown. `keyspan` lets the a_ij
+(s_ij - mean) be any numbers and fails if a text is longer than a head is wide; here softmax fixes
 them, and no length is too long. A right text leaves rounding, one wrong word percents of dq_i.
 
 **Search.** Give each candidate j (a word at a place) a weight m_j, so that a_ij is proportional to
-m_j e_ij: the text is m of zeros and ones, one for each place. The covariance C has the derivative
+m_j e_ij: the text is an m of zeros, with a one at each place. The covariance C has the derivative
 
     dC/dm_j = a_ij / m_j ((s_ij - mean s_i) (k_j - mean k) / sqrt(K) - C)
 
 so that a Gauss-Newton step is a least-squares problem with m >= 0 and a sum of one at each place.
-D equations and all of m >= 0 often leave the text alone, or most of it (`relaxed`). What is left is
-exchanged place by place: all words of the text that occur once add their equations, a change at
-one place changes one term of each sum, and the residual is exact (`mended`).
+D equations and m >= 0 often determine the text, or most of it (`relaxed`). The rest is exchanged
+place by place: all words of the text that occur once add their equations, a change at one place
+changes one term of each sum, and the residual is exact (`mended`).
 
 Shapes: N words that occur once, J candidates, M members of a text, T places, H heads, K head size,
 D hidden size, F facts (1 and the hidden numbers), X: D of all heads.
@@ -79,7 +79,7 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Equations:
-    """What words that occur once say of their texts.
+    """The equations of words that occur once, for their texts.
 
     Attributes:
         ids_N: These words.
@@ -149,7 +149,7 @@ class Equation:
     dq_HK: Tensor
 
     def covariance(self, index_M: Tensor, weight_M: Tensor | None = None) -> Covariance:
-        """Returns the covariance over some candidates, of weight 1 if not said otherwise."""
+        """Returns the covariance over some candidates, of weight 1 by default."""
         e_MH, s_MFH, key_MHK = self.e_JH[index_M], self.s_JFH[index_M], self.key_JHK[index_M]
         if weight_M is not None:
             e_MH = e_MH * weight_M[:, None]
@@ -180,10 +180,10 @@ class Equation:
         return self.e_JH / now.sum_H, s_JH
 
     def exchanged(self, now: Covariance, out_L: Tensor, in_L: Tensor) -> Tensor:
-        """Returns the squared residuals [L] with one member less and another one more.
+        """Returns the squared residuals [L] after one member is replaced by a candidate.
 
         Args:
-            now: Of the members.
+            now: The covariance of the members.
             out_L: Members.
             in_L: Candidates in their place.
         """
@@ -209,7 +209,7 @@ def relaxed(equation: Equation, candidates: Candidates, own: int) -> Tensor:
     Args:
         equation: Of the word.
         candidates: Words at places.
-        own: The word itself among them: nothing else stands at its place.
+        own: The index of the word itself: nothing else stands at its place.
     """
     from scipy.optimize import nnls  # here, because it takes a while
 
@@ -250,7 +250,7 @@ def best_of(weight_J: Tensor, place_J: Tensor) -> Tensor:
     """Returns the candidate of the largest weight at each place [T]; each place has one."""
     order_J = weight_J.argsort(stable=True)
     best_T = order_J.new_zeros(int(place_J.max()) + 1)
-    # Of those at one place the last one stays.
+    # The last candidate at a place, with the largest weight, stays.
     for j, place in zip(order_J.tolist(), place_J[order_J].tolist(), strict=True):
         best_T[place] = j
     return best_T
@@ -261,8 +261,8 @@ def mended(
 ) -> Tensor:
     """Returns the members of a text after exchanges at single places, until none gains.
 
-    What falls is the sum of the logarithms of squared residuals, so that a word of another text, or
-    of two texts, does not count much.
+    Exchanges lower the sum of the logarithms of squared residuals, so that a word of another text,
+    or of two texts, does not count much.
 
     Args:
         equations: Of the text's words that occur once.
@@ -304,6 +304,6 @@ def mended(
 
 
 def loss(equations: Sequence[Equation], members_T: Tensor) -> float:
-    """Returns what exchanges make smaller."""
+    """Returns the value that exchanges lower."""
     residuals = (equation.covariance(members_T).residual for equation in equations)
     return sum(math.log(residual**2 + SOLVED**2) for residual in residuals)

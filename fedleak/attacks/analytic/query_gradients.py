@@ -2,16 +2,16 @@
 
 `query_equations` has the mathematics: a word that occurs once in a batch gives as many equations as
 the model is wide, in which its own text is the only unknown, however long it is. Here they are made
-from an update, solved, and what they give is proved:
+from an update and solved, and the solutions are proved:
 
 1. **Split.** Word row v of the embedding is the sum of the gradients d_i over the places of v, and
    position row q the sum over the words at q (`position_marginals`). Least squares over the
    directions of words and places splits the attention's gradients likewise (`token_bag`). So there
    are four tables of rows of words and rows of places, all of which add up over the same places.
-   Together, P pinv(W) has a 1 where a word stands that occurs once, and more than by chance where
-   one of several occurrences stands: which candidates there are.
-2. **Read.** The equations of one word are solved for the weights of all candidates, and what is
-   wrong yet is exchanged, with the equations of all words of the text that occur once.
+   Over all tables, P pinv(W) has a 1 at the place of a word that occurs once, and more than by
+   chance at the places of a word that occurs several times: these are the candidates.
+2. **Read.** The equations of one word are solved for the weights of all candidates. Words that are
+   still wrong are exchanged, by the equations of all words of the text that occur once.
 3. **Prove.** A text whose own gradient explains its words' rows, with any weights of its logits, is
    in the batch: its rows are hundreds of numbers for each word against one number for each class.
 4. **Peel.** It is subtracted, and the rest is split anew: words that two texts shared then occur
@@ -19,7 +19,7 @@ from an update, solved, and what they give is proved:
 
 The budget is that of `keyspan`: distinct words + places + 1 stay below the hidden size. Dropout
 changes the layer's input, noise and local steps its gradients: then no text passes. Next-token
-training with a tied output adds to the rows of words what hides d_i.
+training with a tied output adds a term to the rows of words that hides d_i.
 
 Shapes: V vocabulary, M words of the batch, T places, N words that occur once, J candidates, D
 hidden size, F facts, C classes; X, Y: any axes.
@@ -65,10 +65,10 @@ from fedleak.models.family import heads
 from fedleak.training.observation import Observation
 
 _EMPTY = 1e-5
-"""A row that is smaller than this, as a share of the largest one, is of no text."""
+"""A row that is smaller than this, as a share of the largest one, belongs to no text."""
 
 _ONCE = 0.5
-"""From here on a number of the table is that of a word that occurs once; such words are tried."""
+"""A number of the table from here on belongs to a word that occurs once; such words are tried."""
 
 _CLEAR = 0.8
 """From here on it is clear that the word stands nowhere else, until exchanges are tried."""
@@ -86,7 +86,7 @@ _LIKELIEST = (0, 600, 1500)
 """Candidates, beside the plausible ones, from which the first, second and third try begins."""
 
 _EXCHANGED = 4000
-"""Candidates that exchanges bring in where the first ones did not do."""
+"""Candidates that exchanges bring in if the first ones were not enough."""
 
 _DEARER = 4
 """How many tries cost as much as one of the next kind."""
@@ -225,7 +225,7 @@ class Text(Judged):
 
 
 class Proof(NamedTuple):
-    """How hard a text pulls at the update, and its part of it by name."""
+    """How hard a text pulls at the update, and its part of the update by name."""
 
     pull: certificate.Pull
     gradient: dict[str, Tensor]
@@ -238,12 +238,12 @@ class Split:
     Attributes:
         words_M: Distinct words.
         equations: Of the words that occur once.
-        clear_N: How clearly each of them does.
+        clear_N: How clearly each of these words occurs once.
         ids_J, place_J: All words at all places.
-        prior_J: What the table says of each, from hardly anything to 1.
+        prior_J: The number of the table for each, clamped between almost 0 and 1.
         number_J: The number of a candidate among the words that occur once; -1 if it is none.
-        plausible_L: Those of them that the table speaks for.
-        end_J: Whether it ends a text, which nothing else does; none in a causal model.
+        plausible_L: The candidates that the table supports.
+        end_J: Whether a candidate ends a text: only these do; none in a causal model.
         budget: Directions of words and places, and how many there is room for.
         project: (words, places) -> their keys and values.
     """
@@ -276,7 +276,7 @@ class Split:
         """Returns the number of the word to try next: a second try costs as much as four first.
 
         Args:
-            tried: The residuals that tries of words by number left on this split.
+            tried: By the number of a word, the residuals that its tries left on this split.
         """
         turns = Counter(turn for residuals in tried.values() for turn in range(len(residuals)))
         waiting: dict[int, list[int]] = defaultdict(list)
@@ -349,7 +349,7 @@ def rows_of(
 
 
 def _used(rows_XD: Tensor, whole_XD: Tensor) -> Tensor:
-    """Returns which rows [X] are of a text that is still there."""
+    """Returns which rows [X] belong to a text that is still in the update."""
     used_X: Tensor = rows_XD.norm(dim=1) > _EMPTY * whole_XD.norm(dim=1).max()
     return used_X
 
@@ -359,7 +359,7 @@ def split(
 ) -> Split | str:
     """Returns gradients as equations of words; or why they do not split. Arguments: as `rows_of`.
 
-    A search of many small steps is no work for a GPU: what it needs is on the CPU.
+    A search of many small steps does not suit a GPU: its tensors are on the CPU.
     """
     rows = rows_of(model, gradients, whole)
     if isinstance(rows, str):
@@ -407,7 +407,7 @@ def split(
 
 
 def _equations(model: LanguageModel, rows: Rows, once_N: Tensor, place_N: Tensor) -> Equations:
-    """Returns what words that occur once say.
+    """Returns the equations of words that occur once.
 
     Args:
         model: At the broadcast weights.
@@ -421,7 +421,7 @@ def _equations(model: LanguageModel, rows: Rows, once_N: Tensor, place_N: Tensor
     ids_N, (of_sum, *of_parts) = rows.words_M[once_N], rows.tables
     sigma_N1 = table.scale(ids_N, place_N).double()[:, None]
     gradients = [by_word[once_N] * sigma_N1 for by_word, _ in of_parts]
-    # What flows to an input through its query, key and value.
+    # The part of an input's gradient that comes through its query, key and value.
     through_ND: Tensor
     with torch.enable_grad():
         x_ND = table(ids_N, place_N).detach().requires_grad_()
@@ -450,7 +450,7 @@ def read_text(parts: Split, number: int, clock: Clock, tries: int) -> Text:
         parts: The split update.
         number: Of the word.
         clock: When time is up, exchanges end.
-        tries: How often it was tried: the more, the more candidates there are.
+        tries: How often the word was tried: the more tries, the more candidates.
     """
     equations = parts.equations
     own = int((parts.number_J == number).nonzero()[0])
@@ -504,9 +504,9 @@ def _ended(
     Args:
         parts: The split update.
         telling: Equations of words of the text.
-        where_J: Where a candidate is among those of the equations.
+        where_J: The index of a candidate among those of the equations.
         members_T: The best candidate of each place.
-        own: The word that the text is of.
+        own: The word whose text it is.
     """
     last, place_J = int(parts.place_J[own]), parts.place_J
     if parts.equations.causal:
@@ -526,7 +526,7 @@ def explained(
     """Returns a text's part of the update, if its own gradient explains the rows of its words.
 
     Args:
-        text: Whose words' equations hold.
+        text: A text whose words' equations hold.
         parts: The split update.
         model: At the broadcast weights.
         left: The update without the texts that were proved.

@@ -1,10 +1,10 @@
 """The strongest attack that a setting admits, without settings: an ensemble of fixed order.
 
-What AutoAttack (Croce and Hein 2020) is for adversarial examples. The attacks of `ENSEMBLE` are
-asked one after the other, the cheapest first, until a whole batch is proved, or a single text is
+It is what AutoAttack (Croce and Hein 2020) is for adversarial examples. The attacks of `ENSEMBLE`
+run one after the other, the cheapest first, until a whole batch is proved, or a single text is
 determined in closed form, or leaves nothing but noise. Each gets what the others found: sequences
-that are proved are taken out of the update (`peeling`), likely tokens and guesses are where
-gradient matching begins. At the end the batch is chosen from what all of them read, by the observed
+that are proved are taken out of the update (`peeling`), and gradient matching begins at likely
+tokens and guesses. At the end the batch is chosen from what all of them read, by the observed
 gradient alone (`evidence`), so that a sequence of one attack can stand beside another attack's.
 """
 
@@ -55,10 +55,10 @@ ENSEMBLE: tuple[tuple[Single, str], ...] = (
     ),
     (Lamp(), "matches the gradient of what is left, beginning with what the others found"),
 )
-"""Cheapest first: the next is asked only where those before proved no whole batch.
+"""Cheapest first: the next runs only if those before proved no whole batch.
 
 Of several texts of an encoder `keyspan` goes before `maximum_likelihood`, and `query_gradients`
-before both where a text is longer than a head is wide: neither is cheap there. Of decoders `dager`
+before both if a text is longer than a head is wide: neither is cheap there. Of decoders `dager`
 goes before `keyspan`, which is not cheap.
 """
 
@@ -72,7 +72,7 @@ _REPLAYING = 0.2
 """Share of the time that making a client's steps again may take, of all that is read."""
 
 _LONG_TEXTS = 0.5
-"""Share of the time of an attack on spans that the one on queries may take."""
+"""Share of the time of an attack on spans that the attack on query gradients may take."""
 
 _ADAPTER = lora_a("")
 """How the name of an adapter's first matrix ends."""
@@ -88,10 +88,10 @@ class Findings:
     Attributes:
         read: For each sequence the attack that read it first, in the order of finding.
         members: Proved sequences, taken out of the update.
-        tokens: Tokens beside which there are no others, as far as any of them knows.
-        answers: Of each attack, by its kind.
+        tokens: The only tokens of the batch, as far as any of the attacks knows.
+        answers: The answer of each attack, by its kind.
         whole: The rest of the batch, with repetitions, if the last attack proved or settled it.
-        scale: How many times its mean gradient the update is, as far as members tell.
+        scale: The update over its mean gradient, as far as members determine it.
     """
 
     read: dict[Ids, str] = field(default_factory=dict)
@@ -173,7 +173,7 @@ class Auto(OneByOne):
         return obstacles[-1] if all(obstacles) else None
 
     def plan(self, setting: AttackSetting) -> tuple[Step, ...]:
-        """Returns the attacks in the order in which they are asked, also those that cannot work."""
+        """Returns the attacks in the order in which they run, also those that cannot work."""
         return tuple(
             Step(attack.kind, purpose, attack.obstacle(setting)) for attack, purpose in ENSEMBLE
         )
@@ -195,7 +195,7 @@ class Auto(OneByOne):
 
 
 class _Attempt:
-    """One update under attack: who was asked, what was found, and the time that is left.
+    """One update under attack: which attacks ran, what was found, and the time that is left.
 
     Attributes:
         findings: What the attacks asked so far found.
@@ -217,7 +217,7 @@ class _Attempt:
         self.findings, self.rest = Findings(), seen
 
     def ask_all(self) -> Choice | None:
-        """Asks the attacks in turn; returns the choice that explains what none of them proved.
+        """Runs the attacks in turn; returns the choice that explains what none of them proved.
 
         None: nothing is left to explain.
         """
@@ -225,11 +225,11 @@ class _Attempt:
         setting = AttackSetting.of(seen, model)
         able = [attack for attack, _ in ENSEMBLE if attack.obstacle(setting) is None]
         if model.family.causal:
-            # Of a decoder DAGER reads texts of any length, one token after the other, and cheaply.
+            # DAGER reads a decoder's texts of any length, one token after the other, and cheaply.
             late = (Keyspan, StatePursuit, Lamp)
             able.sort(key=lambda attack: isinstance(attack, late) and 1 + late.index(type(attack)))
         elif seen.update.num_examples > 1:
-            # What spans tell under noise the likelihood tests in a moment, and goes on from there.
+            # The likelihood tests quickly what spans read under noise, and goes on from there.
             early: list[type[Single]] = [Keyspan, MaximumLikelihood]
             early.insert(0 if self._is_long() else 2, QueryGradients)
             able.sort(key=lambda attack: [*early, type(attack)].index(type(attack)))
@@ -267,7 +267,7 @@ class _Attempt:
         return self._mended(self.findings.unproved(self._most), show)
 
     def _made_again(self, reading: Reading) -> Reading:
-        """Returns what was read as proved, if the client's steps on it, made again, prove it."""
+        """Returns a reading, as proved if the client's steps, made again on its texts, prove it."""
         seen, model = self._seen, self._model
         batch = reading.sequences[: seen.update.num_examples]
         able = self._replaying > 0 and self.rest is seen and replay.obstacle(seen) is None
@@ -302,7 +302,7 @@ class _Attempt:
         return True
 
     def _is_long(self) -> bool:
-        """Whether a text is longer than a head is wide, as far as rows of positions tell."""
+        """Whether a text is longer than a head is wide, as far as rows of positions show."""
         model = self._model
         rows_PD = self._seen.update.tensors.get(model.family.position_embedding or "")
         if rows_PD is None:
@@ -463,7 +463,7 @@ class _Attempt:
     def _common_diagnostics(self) -> dict[str, Any]:
         """Returns the diagnostics of every answer."""
         answers = self.findings.answers
-        # Who was asked last had all the time that was left.
+        # The last attack had all the time that was left.
         late = any(answer.diagnostics.get("time_up") for answer in [*answers.values()][-1:])
         return {
             "version": Auto.version,
@@ -472,7 +472,7 @@ class _Attempt:
         }
 
     def _verdict(self, batch: Sequence[Ids]) -> certificate.Verdict:
-        """Returns what recomputing the gradient of a batch says, where that can be compared."""
+        """Returns what recomputing the gradient of a batch proves, if it can be compared."""
         if noise_of(self._seen) is not None:
             return certificate.NOTHING_PROVED
         return certificate.judge(self._model, batch, self._seen, self._clock)
@@ -497,7 +497,7 @@ def read_with(
     rng: torch.Generator,
     on_progress: Callable[[Progress], None],
 ) -> Reading:
-    """Asks an attack of the ensemble.
+    """Runs an attack of the ensemble.
 
     Sequences go from attack to attack in one form: that of attacks on spans, which do not see the
     last target of next-token training (`certificate.close` puts it back).
@@ -508,7 +508,7 @@ def read_with(
         model: At the broadcast weights.
         clues: What the attacks before it found.
         rng: A random stream.
-        on_progress: Is told how far it is.
+        on_progress: Called with the progress.
     """
     if isinstance(attack, PositionMarginals):
         return attack.reading(seen, model)

@@ -1,8 +1,8 @@
-"""Shares the time of an update among the attacks, so that none eats what another needs.
+"""Shares the time of an update among the attacks, so that none takes what another needs.
 
-Attacks on spans may take most of it: where something blurs spans so much that they read nothing,
-they end early by themselves. What comes after gradient matching is reserved by the time that a step
-of it takes.
+Attacks on spans may take most of it: if something blurs spans so much that they read nothing, they
+end early by themselves. The time for what comes after gradient matching is reserved, by the time
+that a small step takes.
 """
 
 from bisect import bisect_right
@@ -46,12 +46,12 @@ _SWEEPS = 3
 """Times that each word of a batch is looked at, before no other word fits better."""
 
 _CONTENT = 10
-"""Tokens of a text, where nothing tells."""
+"""Tokens of a text, if its length is unknown."""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How long gradients of guesses take now, measured when it is asked for first.
+    """How long gradients of guesses take now, measured at the first use.
 
     Attributes:
         seen: The update.
@@ -144,7 +144,7 @@ class Reserve:
         )
 
     def before_choice(self, clock: Clock) -> float:
-        """Returns the seconds that an attack may take that is asked after others read something."""
+        """Returns the seconds for an attack that runs after others read something."""
         return _without(self.answer, clock.left())
 
     def before(self, clock: Clock) -> float:

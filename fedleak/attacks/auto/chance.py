@@ -3,10 +3,10 @@
 Any text explains something of any update, because gradients of all texts have much in common. So
 guesses stand beside placebos: random texts of the same lengths. A regression of the update on the
 gradients of all of them gives a guess the t statistic of its coefficient, up to scale: what it
-explains that none of the others do. A placebo's, without that guess, is chance, so their spread is
-the unit.
+explains that none of the others do. A placebo's statistic, without that guess, is chance, so the
+spread of the placebos is the unit.
 
-Tables with a row for each token are left out: what random texts have there says nothing of the rows
+Tables with a row for each token are left out: the rows of random texts say nothing about the rows
 of other tokens, and one row may be larger than all that 32 texts ever saw.
 
 A guess was sought among many texts, and placebos were not. The largest of n normal numbers exceeds
@@ -39,7 +39,7 @@ PLACEBOS = 32
 """Random texts, shared by the guesses of a batch."""
 
 FEWEST = 16
-"""Random texts below which nothing is said: their spread would be a guess itself."""
+"""With fewer random texts no guess is judged: their spread would be a guess itself."""
 
 _RISK = 0.05
 """Probability that the best of all texts of a length is called likely by chance, at most."""
@@ -159,9 +159,8 @@ def leaves_noise(
 ) -> bool:
     """Whether a batch leaves nothing of an update but noise of the known scale.
 
-    False where the scale is not known, where the noise would hide another word, and where time is
-    up before that is known: of each word in turn, a random one is put in its place, and what that
-    changes has to show.
+    False if the scale is not known, if the noise would hide another word, or if time is up before
+    that is known: each word in turn is replaced by a random one, and the change has to show.
 
     Args:
         model: At the broadcast weights.

@@ -1,9 +1,9 @@
-"""What was done to the numbers of an update, and what each of them still says: an interval.
+"""What was done to the numbers of an update, and the interval that each of them still gives.
 
 A number that was rounded lies within half a step of what came, a sign only says on which side of
 zero it was, a pruned number is smaller than all that were kept, and a masked one may be anything.
-Nothing is granted: an update's numbers show what happened to them. Of the largest tensor behind the
-last layer no gradient is zero by itself, and few of its numbers are equal.
+Nothing is granted: an update's numbers show what happened to them. The largest tensor behind the
+last layer has no gradient that is zero by itself, and few equal numbers.
 
 Shapes: X: any axes.
 """
@@ -33,18 +33,18 @@ _PRUNED = 0.01
 
 @dataclass(frozen=True)
 class Coarseness:
-    """What the numbers of an update say of the gradient's.
+    """What the numbers of an update say about the gradient's numbers.
 
     Attributes:
         half_widths: A tensor that came -> how far each number may be from what it was.
-        kept: Share of the numbers that came, of a mask.
+        kept: Share of the numbers that came, under a mask.
     """
 
     half_widths: Callable[[Tensor], Tensor]
     kept: float = 1.0
 
     def bounds(self, value_X: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns between what each number of a tensor was; it had the sign that it has."""
+        """Returns the bounds of what each number of a tensor was; its sign is unchanged."""
         half_X = self.half_widths(value_X)
         low_X, high_X = value_X - half_X, value_X + half_X
         low_X = torch.where(value_X > 0, low_X.clamp_min(0), low_X)
@@ -53,7 +53,7 @@ class Coarseness:
     def as_noise(self, value_X: Tensor) -> tuple[Tensor, float]:
         """Returns a tensor, and the standard deviation of what it lost, as if that were noise.
 
-        Of signs only the signs are known: half of their size is thought lost.
+        If only signs came, the size of each is 1, of which half counts as lost.
         """
         if self is EXACT:
             return value_X, 0.0
@@ -73,7 +73,7 @@ def coarseness(seen: Observation, names: Iterable[str]) -> Coarseness:
 
     Args:
         seen: The update.
-        names: Of tensors, of the largest of which no number is zero by itself.
+        names: Of tensors; the largest of them has no number that is zero by itself.
     """
     if seen.update.kind != UpdateKind.GRADIENT:
         return EXACT  # weights round, too

@@ -1,12 +1,12 @@
 """Chooses among sequences that several attacks read, by the observed gradient alone.
 
 The gradient of a batch is a sum of its sequences' gradients, each of its own label and with its own
-weight. So the common currency of all attacks is the residual of the observed gradient after least
-squares on the gradients of a choice of (sequence, label) pairs, with no weight below zero. Weights
-are free, because clipping, masks, local steps and repeated texts change them. Every number counts
-in units of the noise, where its scale is known. Else it counts in units of the root mean square of
-its tensor: with much noise of one size on all of them this is the same, and a tensor of small
-numbers counts as much as one of large ones.
+weight. So all attacks are compared by the residual of the observed gradient after least squares on
+the gradients of a choice of (sequence, label) pairs, with no weight below zero. Weights are free,
+because clipping, masks, local steps and repeated texts change them. Every number counts in units of
+the noise, if its scale is known. Else it counts in units of the root mean square of its tensor:
+with much noise of one size on all of them this is the same, and a tensor of small numbers counts as
+much as one of large ones.
 
 Least squares needs inner products only, and a weight's gradient `D^T A` has those of its factors
 (`matching.gradient_distance`). So gradients are formed only where that takes less than the products
@@ -177,7 +177,7 @@ def compare_labelled(
     scales = list[Tensor]()
 
     def direction(logits_NC: Tensor) -> Tensor:
-        """Returns that of z_0 - z_1, of which class 0 has -p_1 times as much, and class 1 p_0."""
+        """Returns the derivative of z_0 - z_1; class 0 has -p_1 times it, and class 1 p_0 times."""
         p0_N, p1_N = logits_NC.double().softmax(1).detach().unbind(1)
         scales.append(torch.stack([-p1_N, p0_N], 1).cpu())
         return logits_NC.new_tensor([1.0, -1.0]).expand_as(logits_NC)
@@ -266,7 +266,7 @@ def gradients_of(
         closed: The sequences, as clients train on them.
         labels_NC: Of each; of no meaning in next-token training.
         words_M: The tokens whose rows of the word embedding's gradient are wanted.
-        logit_grad: Of something else, in place of the loss.
+        logit_grad: The derivative of something else, in place of the loss.
     """
     ids_NT, mask_NT = pad(closed, model.tokenizer.pad_token_id, model.device)
     labels = labels_NC.shape[1]

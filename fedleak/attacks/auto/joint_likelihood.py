@@ -1,8 +1,8 @@
 """Joint likelihood: the texts of a batch under noise, all of them at once.
 
 A table of which word stands where (`placed_words`) says what the texts are made of, and not which
-words belong together. The gradient does: that of each text, in every layer, depends on all of its
-words. But a sum of squares over all numbers leads a search astray. Most of a batch's gradient is
+words belong together. The gradient does: in every layer, the gradient of a text depends on all of
+its words. But a sum of squares over all numbers misleads a search. Most of a batch's gradient is
 one direction that all texts share, whose length a few wrong words fit best.
 
 **Score.** So each part of the update counts by itself. Of a part with n numbers (a tensor, the row
@@ -14,13 +14,13 @@ size in k directions, its log probability is -k/2 log(E). So a part adds
 **Search.** From a text for each example (`text_by_text`) places are visited in random order. At
 each the best of these changes is made: another word (of the table; that the gradient at this place,
 or what is left of both rows, points to; that the prior expects), a word more or less, an end, two
-texts exchanging a word or all that follows. Where nothing helps, the best state is disturbed by
-two exchanges, and the search goes on. It ends where a state leaves what noise leaves (E < 3
-sqrt(2 n) over all parts) and nothing is better, or where nothing helped several times. A text that
-the pooled span accepts is not changed to one that it rejects.
+texts exchanging a word or all that follows. If nothing helps, the best state is disturbed by two
+exchanges, and the search goes on. It ends when a state leaves what noise leaves (E < 3 sqrt(2 n)
+over all parts) and nothing is better, or when nothing helped several times. A text that the pooled
+span accepts is not changed to one that it rejects.
 
-Of a weight only every so many rows are compared: noise is so small a part of a wrong word's trace
-that a quarter of a million numbers tell it.
+Only every so many rows of a weight are compared: noise is so small a part of a wrong word's trace
+that a quarter of a million numbers show it.
 
 Limits: one gradient of a classifier, of few texts, equally weighted (no clipping of each), no
 dropout, Gaussian noise of one size. A search proves nothing, and may end beside the texts.
@@ -74,7 +74,7 @@ _TRIED, _FEW = 5, 2
 """Words that are tried at a place by all that speaks for them, and by less."""
 
 _TABLE, _POINTED = 20.0, 20.0
-"""Nats that the table says of a word, and a gradient for or against it, at most."""
+"""Nats that the table gives a word, and that a gradient adds or subtracts, at most."""
 
 _LONGER = 3
 """Tokens by which a text may end behind the last place that stands out of the noise."""
@@ -100,7 +100,7 @@ class TextGradient(NamedTuple):
 
     Attributes:
         numbers_X: Of the tensors, as far as they are compared.
-        place_TD: Of its places, which is what both embeddings' rows are sums of.
+        place_TD: The gradients at its places; both embeddings' rows are sums of these.
     """
 
     numbers_X: Tensor
@@ -250,7 +250,7 @@ class Joint:
 
 
 def _log_probability(excess: float, numbers: int, directions: float) -> float:
-    """Returns what a part says that leaves so much more than noise does."""
+    """Returns the log probability of a part that leaves so much more than noise does."""
     room = directions + SIGMAS * math.sqrt(2 * numbers)
     return -directions / 2 * math.log1p(max(excess, 0.0) / room)
 
@@ -278,7 +278,7 @@ def table(
     if max(used, default=-1) < first:
         return None
     places = min(max(used) + 1 + _LONGER, len(place_PD))
-    # The first mark of the end tells where a text ends.
+    # The first mark of the end shows where a text ends.
     never = special - {*around.last[:1]}
     placed = placed_words(word_VD, place_PD[first:places], never)
     moved = {(word, place + first): value for (word, place), value in placed.variance.items()}
@@ -295,7 +295,7 @@ def next_words(prior: Prior | None, beginning: Ids, words: int) -> Tensor:
 
 @dataclass
 class UnderAttack:
-    """An update under attack, and what tells of it.
+    """An update under attack, and what judges texts by it.
 
     Attributes:
         model: At the broadcast weights.
@@ -305,7 +305,7 @@ class UnderAttack:
         around: Marks that begin and end a text.
         lengths: Of the texts, if they are known.
         prior: Of what stands behind a beginning; None: all words are alike.
-        clock: Of the time that it may take.
+        clock: The time that the search may take.
     """
 
     model: LanguageModel
@@ -369,7 +369,7 @@ class Search(UnderAttack):
         return best
 
     def _possible(self, state: State, changes: Sequence[Change]) -> list[Change]:
-        """Returns the changes of which no text leaves the span in which the one before it is."""
+        """Returns the changes in which no text leaves the span that the text before it was in."""
         if not self.span:
             return [*changes]
         self.span.of([ids for change in changes for ids in change.values()])

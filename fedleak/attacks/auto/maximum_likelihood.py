@@ -1,6 +1,6 @@
 """Maximum likelihood: texts of a classifier, sought by one probability of a blurred update.
 
-What follows is of one text. Several under noise are read together (`joint_likelihood`).
+What follows is for one text. Several texts under noise are read together (`joint_likelihood`).
 
 Noise adds N(0, s^2) to each number of the gradient G of one text. No text uses most words, so the
 median square of the word embedding's rows is s^2, and nothing need be granted. A text x has the log
@@ -8,12 +8,12 @@ probability prior(x) + rows(x) + head(x), up to a constant.
 
 **Rows.** Let d_q be the gradient at the q-th token of what the embeddings add up (see
 `position_marginals`). The row of position q is P_q = d_q + noise, that of a word is W_v = d_q +
-noise if v stands at q alone. With d_q ~ N(0, t I), t taken from |P_q|^2, what P_q tells of W_v is
-W_v ~ N(a P_q, (s^2 + t s^2 / (t + s^2)) I) where v is at q, with a = t / (t + s^2), and N(0, same)
+noise if v stands at q alone. With d_q ~ N(0, t I), t taken from |P_q|^2, W_v given P_q is
+N(a P_q, (s^2 + t s^2 / (t + s^2)) I) where v is at q, with a = t / (t + s^2), and N(0, same)
 elsewhere. The log odds of word v at place q are thus a matched filter of two rows,
 `(a <W_v, P_q> - a^2 |P_q|^2 / 2) / variance`. A word that wins by far is taken out of its row, so
 that it does not hide the same word elsewhere (interference cancellation). Likewise |P_q|^2 gives
-the log odds that place q is used, with t unknown over a grid: that tells the length.
+the log odds that place q is used, with t unknown over a grid: that gives the length.
 
 **Head.** What stands behind the last layer (pooler, classifier) sees the text through one vector,
 so it is computed by a forward pass alone, and it has most of the gradient's energy: 5.2 of 6.0 in
@@ -28,21 +28,21 @@ is `-k/2 log E`. So head(x) = -k/2 log(E + k + 3 sqrt(2 n)), which is also the w
 ascent on all three from the best of it: each place gets other words, the end moves by a word. One
 rule stops it: the chi-square accepts a text (E < 3 sqrt(2 n)). That text is `likely` if the test
 also rejects, at twice the deviations, every other text that was tried, and the nearest by rows and
-prior are tried at each place. That proves nothing: texts that were not tried may fit as well. Of
-a mask, or pruning, what came is as it was, and proves a text (`certificate`).
+prior are tried at each place. That proves nothing: texts that were not tried may fit as well. After
+a mask or pruning, the numbers that came are as they were, and prove a text (`certificate`).
 
-**Other blur.** A number that was quantized, masked, pruned or cut down to its sign says between
-what it was (`coarseness`). So E is the square of what a text's gradient is outside these bounds,
-where rounding is what s is, and nothing is expected of a right text. In the rows what was lost
-counts as noise. Rows of words in no text are zero, so a row that is not is of a word of the text: a
-text is more probable by `_IN_TEXT` for each such word. A mask leaves of P_q and W_v what came of
-both; a word whose row is all masked is in the text with the probability of that. Of 1 % of the
-numbers the rows tell the words and hardly their places, so where no other word helps two stretches
-of the text are exchanged, and the head says which order is right.
+**Other blur.** A number that was quantized, masked, pruned or cut down to its sign has known bounds
+(`coarseness`). So E is the square of the part of a text's gradient outside these bounds, with
+rounding as s, and a right text is expected to leave nothing. In the rows, what was lost counts as
+noise. Rows of words in no text are zero, so a row that is not zero belongs to a word of the text: a
+text is more probable by `_IN_TEXT` for each such word. Under a mask P_q and W_v are compared in the
+numbers that came of both; a word whose row is all masked is in the text with the probability of
+that. From 1 % of the numbers the rows give the words and hardly their places. So if no other word
+helps, two stretches of the text are exchanged, and the head decides which order is right.
 
-Without a prior all words are alike to it. Limits: one text, one gradient, no dropout; noise that is
-Gaussian and of one size on the embeddings and the head, or one of the other blurs, and no scale
-on the update where no number came as it was.
+Without a prior all words are equally probable beforehand. Limits: one text, one gradient, no
+dropout; noise that is Gaussian and of one size on the embeddings and the head, or one of the other
+blurs, and no scale on the update where no number came as it was.
 
 Shapes: V words, T places, D hidden size, N texts, C labels, X numbers of a tensor.
 """
@@ -105,14 +105,14 @@ _APART = 30.0
 """Nats below the best word of a place at which other words are not tried."""
 
 _BEAM, _STARTS, _STATES, _WORDS, _READ, _NEAREST = 32, 64, 4, 32, 12, 8
-"""Texts of the beam; that are judged of it; that are improved side by side; words that are tried
-at a place; texts of them that the prior reads whole; words that must be rejected at each place."""
+"""Texts of the beam; texts of it that are judged; texts improved side by side; words tried at a
+place; such texts that the prior reads whole; words that must be rejected at each place."""
 
 _AT_ONCE = 32
 """Texts of a forward pass."""
 
 _LAST = 0.2
-"""Share of the time of a search for several texts that is kept for what is likely of them."""
+"""Share of the time of a search for several texts that is kept for judging which are likely."""
 
 _FREE = 0.01
 """Share of the numbers that rounding may put outside their bounds, by its standard deviation."""
@@ -143,13 +143,13 @@ class Rows(NamedTuple):
 
 
 class Evidence(NamedTuple):
-    """What the word and position rows say of a text's places.
+    """What the word and position rows say about a text's places.
 
     Attributes:
         word_TV: Log odds of each word at each place.
         used_T: Log odds that a place is used.
         lengths: Tokens that the text may have.
-        in_text_V: What a word adds that is in the text, once.
+        in_text_V: Log odds that each word of the text adds, once.
     """
 
     word_TV: Tensor
@@ -246,7 +246,7 @@ class MaximumLikelihood(OneByOne):
         Args:
             seen: What the server sees.
             model: At the broadcast weights.
-            on_progress: Is told how far it is.
+            on_progress: Called with the progress.
             others_read: Texts that other attacks read of a batch.
         """
         observed, around = as_gradient(seen), frame(model)
@@ -384,13 +384,13 @@ _REASONS = {
 
 
 def noise_scale(word_VD: Tensor, head: Sequence[Tensor]) -> float | str:
-    """Returns the standard deviation of the noise, from rows of words in no text; or why not.
+    """Returns the noise's standard deviation, from rows of words in no text; or why it is unknown.
 
     Without noise it is rounding.
 
     Args:
         word_VD: Gradient of the word embedding.
-        head: Those of what stands behind the layers.
+        head: Gradients of what stands behind the layers.
     """
     exact = torch.float64 if float(word_VD.abs().max()) < _VANISHING else torch.float32
     squares_V, width = word_VD.to(exact).square().sum(1).double(), word_VD.shape[1]
@@ -502,7 +502,7 @@ def used_odds(energy_P: Tensor, width: int) -> Tensor:
 
 
 def word_odds(rows: Rows) -> Tensor:
-    """Returns the log odds [T, V] that a word's row holds a place's, against that it does not."""
+    """Returns the log odds [T, V] that a word's row contains the gradient of a place."""
     place_TD, noise = rows.place_PD, rows.place_noise
     square_T = place_TD.square().sum(1)
     energy_T = (square_T / place_TD.shape[1] - noise**2).clamp_min(_FAINT * noise**2)
@@ -516,7 +516,7 @@ def word_odds(rows: Rows) -> Tensor:
 def masked_odds(rows: Rows) -> Tensor:
     """Returns the same of masked rows, by the numbers of which word and place both came.
 
-    They are equal but for rounding, or of other words. A word of several places is equal nowhere.
+    They are equal but for rounding, or of different words. A word of several places equals none.
     """
     used_U = rows.word_VD.any(1).nonzero()[:, 0]
     word_UD = rows.word_VD[used_U]
@@ -577,7 +577,7 @@ class Head:
         formed_KX = torch.cat([_formed(gradients[name]) for name in self._names], 1)
         factor_K = formed_KX.new_full((len(formed_KX),), 1 / self._noise)
         if self._exact_X.any():
-            # The factor on the update is known from what came as it was.
+            # The numbers that came as they were give the factor on the update.
             square_K = formed_KX.square() @ self._exact_X
             factor_K = (formed_KX @ self._target_X).clamp_min(0) / square_K.clamp_min(1e-30)
         scaled_KX = factor_K[:, None] * formed_KX
@@ -587,7 +587,7 @@ class Head:
         return excess_K.view(labels_NC.shape).cpu()
 
     def log_probability(self, excess: float) -> float:
-        """Returns what a chi-square tells of a text of which other words may be wrong."""
+        """Returns the log probability of a text by its chi-square, if other words may be wrong."""
         misfit = max(excess, 0.0) * self.spread
         return -_DIRECTIONS / 2 * math.log(misfit + _DIRECTIONS + SIGMAS * self.spread)
 
@@ -657,7 +657,7 @@ class _Search:
                 text = self.model.decode(states[-1].ids)
                 on_progress(Progress(step, end, states[-1].excess, text, f"sweep {sweep}"))
             if states == before and self.rows.in_text_V.any():
-                # It may be the order alone that is wrong.
+                # Only the order may be wrong.
                 for place in self.clock.paced(range(len(self.around.first), end)):
                     if self._accepted(states):
                         break
@@ -721,7 +721,7 @@ class _Search:
             words = best.indices[best.values > best.values[0] - _APART].tolist()
             longer = {(*ids[:place], word, *ids[place + (place < end) :]) for word in words}
             if place < end and self.rows.in_text_V.any():
-                # Where rows tell which words there are, two of them may change places.
+                # If rows show which words there are, two of them may change places.
                 others = range(len(self.around.first), place)
                 longer |= {_exchanged(ids, place, other) for other in others}
         if place == end and len(ids) - 1 in self.rows.lengths:

@@ -1,11 +1,11 @@
 """Mends the tokens of guesses one by one, by the observed gradient: a descent over whole words.
 
-Where noise hides the tokens of a batch, the best guesses have many words right. Of each sequence,
-the others' gradients are taken out of the update; then the token at each place in turn is replaced
-by the token, of the whole vocabulary, that fits the rest best, until none does. Tokens worth a try
-are those for which the fit rises most to first order (as in HotFlip, Ebrahimi et al. 2018), and
-those whose row of the word embedding's gradient points where a token at that place would have it
-point. Other orders are tried, too.
+If noise hides the tokens of a batch, the best guesses have many words right. For each sequence, the
+gradients of the other sequences are taken out of the update. Then the token at each place in turn
+is replaced by the token, of the whole vocabulary, that fits the rest best, until none fits better.
+Tokens worth a try are those for which the fit rises most to first order (as in HotFlip, Ebrahimi et
+al. 2018), and those whose row of the word embedding's gradient points where a token at that place
+would have it point. Other orders are tried, too.
 
 Shapes: K guesses, T tokens, D hidden size, V vocabulary.
 """
@@ -68,9 +68,9 @@ def sharpened(
         observed: The mean gradient by parameter name.
         rng: For the orders that are tried.
         clock: Looked at before some guesses are tried.
-        tell: Is told tokens, and how well they fit what the other sequences leave, from 0 to 1.
+        tell: Called with tokens, and how well they fit what the other sequences leave, from 0 to 1.
         noise: The scale of the noise on the gradient, if it is known.
-        done: Whether a batch cannot become better; asked after each sequence that did.
+        done: Whether a batch cannot become better; called after each sequence that became better.
         seconds: What the gradient of a guess takes, as far as is known.
     """
     weight = weights(model, observed, noise)

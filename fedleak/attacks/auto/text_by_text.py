@@ -2,12 +2,12 @@
 
 Two things judge a text alone: the span of what reaches the loss (`pooled_span`), and the table of
 which word stands where (`placed_words`); a prior says what is language. A text begins as words of
-the table that the prior chooses among, and is climbed: at each place in random order the best of
-other words, a word more or less, or an end is taken; where that helps no more, words that the
-slope of the score points to, and pairs of words of the table. A text that leaves what noise leaves,
-or else the one of a few that explains most of the rows, is taken: its gradient goes out of both
-embeddings' rows, and the table of the rest is made anew, and shorter. When all are taken, each is
-sought once more beside the others.
+the table, chosen by the prior, and is climbed: at each place, in random order, the best of other
+words, a word more or less, or an end is taken. When that helps no more, words that the slope of the
+score points to, and pairs of words of the table, are tried. A text that leaves what noise leaves,
+or else the one of a few that explains most of the rows, is taken: its gradient is subtracted from
+both embeddings' rows, and the table of the rest is made anew, and is shorter. When all texts are
+taken, each is sought once more beside the others.
 
 Shapes: T places, V words.
 """
@@ -28,7 +28,7 @@ from fedleak.models import pad
 from fedleak.util.rng import stream
 
 _TABLE = 8.0
-"""Nats that the table says of a word, at most."""
+"""Nats that the table gives a word, at most."""
 
 _NEAR, _FAR, _EXPECTED = 4, 12, 4
 """Words at a place by the table's gain, at first and where these help no more; by the prior."""
@@ -63,8 +63,8 @@ class TextSearch(UnderAttack):
         """Returns a text for each of the batch.
 
         Args:
-            on_progress: Is told how far it is.
-            others_read: Texts that other attacks read: those that are accepted are taken first.
+            on_progress: Called with the progress.
+            others_read: Texts that other attacks read: the accepted ones are taken first.
         """
         size = len(self.joint.labels)
         for text in others_read:
@@ -137,7 +137,7 @@ class TextSearch(UnderAttack):
         return state
 
     def likely(self, state: State, clock: Clock) -> list[bool]:
-        """Returns of which texts it is likely that they are in the batch.
+        """Returns which texts are likely to be in the batch.
 
         All texts together leave what noise leaves, and each change of such a text clearly more, of
         the span or of the update. (What the span accepts alone may be one of many that were tried.)
@@ -257,12 +257,12 @@ class TextSearch(UnderAttack):
                         yield (*ids[:place], word, following, *ids[place + 2 :])
 
     def _values(self, texts: Sequence[Ids]) -> list[float]:
-        """Returns what span and table say of texts."""
+        """Returns the scores that span and table give texts."""
         fits = self.span.of(texts)
         return [fit.score + self._of_table(ids) for fit, ids in zip(fits, texts, strict=True)]
 
     def _total(self, ids: Ids) -> float:
-        """Returns what all say of a text."""
+        """Returns the sum of all scores of a text."""
         self._read([ids])
         return self._values([ids])[0] - self._nll[ids]
 
@@ -335,7 +335,7 @@ class TextSearch(UnderAttack):
         return sorted(end for end in ends if end > first) or [first + 1]
 
     def _gains(self) -> Tensor:
-        """Returns the nats [T, V] that the table says of words, of marks none."""
+        """Returns the nats [T, V] that the table gives words; marks get none."""
         if self._of_placed is not self.placed:
             self._gain_TV = self.placed.gain_VT.T.float().clamp_max(_TABLE).contiguous().cpu()
             self._gain_TV[:, [*self.special]] = 0

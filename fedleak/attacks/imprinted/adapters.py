@@ -1,13 +1,13 @@
 """adapter_imprint: the tokens that attention heads were made to look at, text by text.
 
-What the mode of this name does to the gradient stands at its head. Of each head:
+The module of the server mode of this name describes what it does to the gradient. For each head:
 
-1. The rows of the gradient of the values' B have a span. A word at a position whose input, seen
-   through A, lies in it was looked at in some text.
-2. The weight of such a token is the gradient g_s of its text at this head. In all heads it is a
-   part of one gradient at what attention writes. How these parts go together is learned from texts
-   made of the words that were read: the second moment of their gradients. So the gradient that a
-   text has at some heads tells what it has at the next one, and with it, which token there is its.
+1. The rows of the gradient of the values' B have a span. If the input of a word at a position, seen
+   through A, lies in it, the head looked at that word in some text.
+2. The weight of such a token is the gradient g_s of its text at this head. The g_s of all heads are
+   parts of one gradient at attention's output. How these parts go together is learned from texts
+   made of the words that were read: the second moment of their gradients. So the gradient of a text
+   at some heads predicts the one at the next head, and the text's token there.
 
 Positions put the words of a text in order. Places that no head has looked at stay empty.
 
@@ -202,7 +202,7 @@ def _rows(head: int, size: int) -> Tensor:
 
 
 def _text(words: dict[int, int], model: LanguageModel) -> Text:
-    """Returns a text, up to what ends every text; None where no head has looked."""
+    """Returns a text, up to the word that ends every text; None at places where no head looked."""
     opening, closing = frame(model)
     words = dict(enumerate(opening)) | words
     ends = [place for place, word in words.items() if place and (word,) == closing]

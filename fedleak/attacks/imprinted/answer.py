@@ -1,4 +1,4 @@
-"""What an attack on an imprinted model answers: texts, and what proves them."""
+"""The answer of an attack on an imprinted model: texts, and what proves them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -45,7 +45,7 @@ def answered(
 ) -> Reconstruction:
     """Returns the texts, the certified ones first, and what the whole gradient proves of them.
 
-    If a text is not certified alone, all of them are by the proof or none is.
+    If texts are not certified alone, the proof certifies all of them or none.
     """
     size = seen.update.num_examples
     best = sorted(texts, key=Text.doubt)[:size]

@@ -1,8 +1,8 @@
 """imprint: the texts of a batch out of a first block that a malicious server imprinted.
 
 It knows nothing but the model that the client was sent and the update. Words and positions come
-from the rows of both embeddings that have a gradient, where noise leaves these; else all words are
-tried. What was planted in the model stands in its weights (`server_modes.imprint.planted`).
+from the rows of both embeddings that have a gradient, if noise leaves these visible; else all words
+are tried. What was planted is read from the model's weights (`server_modes.imprint.planted`).
 
 A text is certified by itself, by its tag (`checksum`). The batch is proved as everywhere: its
 gradient, recomputed at the model that was sent, is the update.

@@ -30,7 +30,7 @@ from fedleak.server_modes.sectors import Sectors, Stream
 from fedleak.training.observation import Observation
 
 ROOM = 2.0
-"""How many times the size of the noise what is left of an explained bin may have."""
+"""How many times the size of the noise the rest of an explained bin may have."""
 
 ROUNDING = 1e-5
 """What recomputed inputs may leave of a bin, as a share of it."""
@@ -48,7 +48,7 @@ _SAMPLE = 4096
 """Rows of the table whose covariance is taken."""
 
 _PLACES = 40
-"""Positions that are considered where it is not known how many were used."""
+"""Positions that are considered if it is not known how many were used."""
 
 _AT_ONCE = 20_000_000
 """Numbers of a table of scores."""
@@ -60,8 +60,8 @@ class Bins(NamedTuple):
     Attributes:
         sum_ND: The weighted sum of the inputs of a bin's tokens.
         noise_N: Standard deviation of each number of that.
-        limit_N: What is left of a bin that is explained is no longer than this.
-        low_N, high_N: Where its tokens are on the probe.
+        limit_N: The largest norm of the rest of an explained bin.
+        low_N, high_N: The range of its tokens on the probe.
     """
 
     sum_ND: Tensor
@@ -128,7 +128,7 @@ class Words:
 
     @classmethod
     def of(cls, model: LanguageModel, seen: Observation, table: TokenTable | Stream) -> "Words":
-        """Returns words and positions that have a gradient, or all if these are not told apart."""
+        """Returns words and positions that have a gradient; all if they cannot be distinguished."""
         family, update = model.family, seen.update
         word, place = (
             used_rows(update.tensors[name]) if name is not None and name in update.tensors else None
@@ -245,7 +245,7 @@ class _Scores(NamedTuple):
 
     @classmethod
     def of(cls, words: Words, outside: slice, map_LL: Tensor) -> "_Scores":
-        """Returns them for the rows of a table, mapped by a matrix."""
+        """Returns the cosines for the rows of a table, mapped by a matrix."""
         directions, places = words.table.directions(), words.places
         device = words.table.token_VD.device
         word_VL = directions.token_VD[words.ids_V.to(device)][:, outside].cpu() @ map_LL

@@ -4,11 +4,11 @@ A token's tag is the mean of K projections over its text up to itself. Let S be 
 times the number of tokens. The sum of a token's predecessor is S less the token's own projections,
 so a known text and a token that bins show, with up to two words between them, fit together if these
 words' projections fill the difference of two sums. Few words do, because K numbers have to fit: the
-tag is a checksum of all that comes before the token. What wrong fits are to be expected is counted
-as in `checksum`.
+tag is a checksum of all that comes before the token. The number of wrong fits that are expected is
+computed as in `checksum`.
 
-Texts with the same beginning share it, so they are one tree. What is in the tree says which tokens
-are in which bin, and a bin of which all tokens but one are known gives that one's tag.
+Texts with the same beginning share it, so they are one tree. The tree shows which tokens are in
+which bin, and a bin of which all tokens but one are known gives the tag of that token.
 
 Shapes: K numbers of a tag, V words, T places of the table, P nodes, Q tokens, X rows, C children.
 """
@@ -119,7 +119,7 @@ class Chains:
             known: What the layer does.
             exact: Bins of few tokens.
             table: Of the model.
-            opening: The word, as an index, that begins every text and is nowhere else, if one does.
+            opening: The word, as an index, that begins every text and is nowhere else; None: none.
         """
         self.opening, self.table, self.everything = opening, table, everything
         self.bins, self.words, self.known, self.exact = bins, words, known, exact
@@ -214,7 +214,7 @@ class Chains:
             apart = max(float(apart_PQ[p, q]), last * ROUNDING * spread)
             self.chance = max(self.chance, expected(texts, self.moment_KK, 1, apart))
             between = word_XG[int(row_PQ[p, q])].tolist()
-            # Where places are no part of projections, a sum does not tell the order.
+            # If projections do not depend on places, a sum does not determine the order.
             for order in set(permutations(between)) if self.rotary else [tuple(between)]:
                 yield nodes[p], chosen[q], order
 
@@ -275,7 +275,7 @@ class Chains:
         )
 
     def _inputs(self, word_X: Tensor, place_X: Tensor, tag_XK: Tensor) -> Tensor:
-        """Returns that [X, D] of words at places with tags."""
+        """Returns what the layer reads [X, D] of words at places with tags, but for its scale."""
         row_XD = self.words.rows(word_X, place_X)
         tag_XD = F.pad(tag_XK, (0, row_XD.shape[1] - tag_XK.shape[1]))
         return self.known.clear(row_XD + tag_XD)

@@ -1,17 +1,17 @@
-"""Whole texts, each held against its tag.
+"""Whole texts, each compared with its tag.
 
 A tag is the mean of K projections over a text: whoever has a text can compute it, and a text with a
-word changed has another one. So the tag is a checksum. It is compared as exactly as it is known,
-which noise decides, and the fit means as much as it is improbable. For a text of n words, let M be
+word changed has another one. So the tag is a checksum. The comparison is as exact as the noise lets
+the tag be known, and a fit counts the more the less probable it is. For a text of n words, let M be
 the second moment [K, K] of what one changed word does to the tag, over all words at all places.
 Were that Gaussian, the tags of texts with j changed words would have at most the density
 `(2 pi)^(-K/2) det(j M)^(-1/2)` near the right one, and `C(n, j) V^j` such texts would put at most
 that times the volume of the ball of radius r into the ball. `chance` is the sum of this for up to
-three words: how many wrong texts, near the right one, are to be expected to fit. A text is
-certified if that is below `CERTAIN`. Farther texts are not counted. With all words changed there
-are always some that fit, but these were not read out of bins.
+three words: how many wrong texts, near the right one, are expected to fit. A text is certified if
+that is below `CERTAIN`. Farther texts are not counted. With all words changed there are always some
+that fit, but these were not read out of bins.
 
-A fit also gives words that no bin showed: of two missing ones, the tag leaves one pair.
+A fit also gives words that no bin showed: for two missing words, the tag leaves one pair.
 
 Shapes: V words, T places, S texts, K numbers of a tag, G words at a gap.
 """
@@ -27,7 +27,7 @@ from torch import Tensor
 from fedleak.attacks.imprinted.tags import EXACT, SIGMAS, Tags
 
 CERTAIN = 1e-6
-"""Wrong texts that may be expected to fit where a text is certified."""
+"""Wrong texts that may be expected to fit if a text is certified."""
 
 _CHANGES = 3
 """Words that a wrong text differs in, at most."""
@@ -64,7 +64,7 @@ class Text(NamedTuple):
 
 @dataclass(frozen=True)
 class Checksum:
-    """What the words of a text make its tag.
+    """How the words of a text make its tag.
 
     Attributes:
         part_VTK: What each word at each place adds, before the sum is divided by the length.
@@ -84,7 +84,7 @@ class Checksum:
         return math.sqrt(size) * (SIGMAS * error + EXACT * self.spread)
 
     def chance(self, words: Sequence[int], radius: float) -> float:
-        """Returns how many texts with few words changed are to be expected within a radius."""
+        """Returns how many texts with few words changed are expected within a radius."""
         vocabulary, _, size = self.part_VTK.shape
         length = len(words)
         own_TK = self.part_VTK[list(words), torch.arange(length)]
@@ -102,7 +102,7 @@ class Checksum:
 
 
 def expected(log_texts: float, moment_KK: Tensor, changes: int, radius: float) -> float:
-    """Returns how many of so many wrong texts are to be expected in a ball.
+    """Returns how many of so many wrong texts are expected in a ball.
 
     Args:
         log_texts: The logarithm of their number.
@@ -148,7 +148,7 @@ def read_texts(
 def _lengths(words_T: list[int], closing: int | None) -> Iterator[tuple[int | None, ...]]:
     """Yields what a text may be: to its end if that was read, else a little longer.
 
-    Behind that, with one word that was read as a gap: that bin may have been taken for another.
+    After the text to its end, yields it with each word as a gap: its bin may have been mistaken.
     """
     if closing in words_T:
         words_T = words_T[: words_T.index(closing) + 1]

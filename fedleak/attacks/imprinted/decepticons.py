@@ -4,17 +4,17 @@ As Fowl et al. (2022) read it: neighbouring rows of the feed-forward matrices di
 of the tokens in a bin. These are clustered into texts by their tags. In each text they are assigned
 to positions, and places that are left empty are filled with the nearest input of the text.
 
-The authors' code leans on what a server does not have, and is repaired there:
+The authors' code uses facts that a server does not have. It is changed at these points:
 
-- It is told the length that all texts are padded to, and clusters into groups no larger than that.
+- It is given the length that all texts are padded to, and clusters into groups no larger than that.
   Here clusters are of any size, and a text ends with the word that ends every text, or where no
   more inputs fit.
-- It is told, or estimates, how often each word occurs, and assigns words once each. Here words are
+- It is given, or estimates, how often each word occurs, and assigns words once each. Here words are
   those of the embedding's rows that have a gradient, each as often as it fits.
 - It assigns positions first and then words, as its random model keeps the two apart. Here a place
   fits an input as well as the best word at it does.
 
-How many texts there are is what the client says: it sends its number of examples.
+The number of texts is the number of examples that the client sends.
 
 Shapes: C inputs, D hidden size, K numbers of a tag, L numbers outside of it, V words, T places.
 """

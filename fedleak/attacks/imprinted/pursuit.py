@@ -18,7 +18,7 @@ numbers [X] and as they are [X, L]."""
 def pursue(sum_NL: Tensor, enough_N: Tensor, most: int, best: Best) -> Tensor:
     """Returns the numbers of the few rows [N, R] that explain each sum; -1: no more was needed.
 
-    A sum of which a row is nearest twice is left as it is then.
+    If the same row is nearest to a sum twice, the sum is left as it is then.
 
     Args:
         sum_NL: The sums.

@@ -1,7 +1,7 @@
 """Slots: which word stands at which place of which text.
 
 With the tags known, the input of every word at every place of every text is known, and where the
-probe puts it. So few of them can be in a bin, and pursuit among those tells which of them are. A
+probe puts it. So few inputs can be in a bin, and pursuit among those finds the ones that are. A
 slot that is filled excludes all other words there, so each pass leaves fewer candidates for the
 bins that are not explained yet.
 
@@ -37,7 +37,7 @@ CLEAR = 3.0
 
 @dataclass
 class Slots:
-    """What is read of the texts, while it is read.
+    """What is read of the texts so far.
 
     Attributes:
         word_ST: The word, as an index, at a place of a text; -1: not read.
@@ -55,7 +55,7 @@ class Slots:
         return cls(torch.empty(0, words.places, dtype=torch.long), {}, bins.used())
 
     def add_texts_(self, texts: int, opening: int | None) -> None:
-        """Adds empty slots for more texts, that begin with a word if all do."""
+        """Adds empty slots for more texts, which begin with the word `opening`, if there is one."""
         more_ST = torch.full((texts, self.word_ST.shape[1]), -1)
         if opening is not None:
             more_ST[:, 0] = opening
@@ -113,7 +113,7 @@ class _Inputs:
         return F.layer_norm(row_CD, row_CD.shape[1:])
 
     def explains(self, index_R: Tensor, weight_R: Tensor, rest_D: Tensor, limit: float) -> bool:
-        """Whether inputs leave no more of a bin than they may: more where tags are not exact."""
+        """Whether inputs leave no more of a bin than they may: more if tags are not exact."""
         size = self.tags.tag_SK.shape[1]
         per_sigma_R = weight_R.abs() / self.sigma_VTS.flatten()[index_R]
         error = float(per_sigma_R @ self.tags.error_S[index_R % len(self.tag_SD)].double())
@@ -131,7 +131,7 @@ def fill_(
     closing: int | None,
     rng: torch.Generator,
 ) -> None:
-    """Fills slots with what the bins hold that are not explained yet.
+    """Fills slots with the contents of the bins that are not explained yet.
 
     Args:
         slots: Of the texts of `tags`.
@@ -205,7 +205,7 @@ def explained(
 
     Args:
         sum_D: The sum.
-        limit: What is left of an explained one is no longer.
+        limit: The largest norm of the rest of an explained sum.
         row_CD: Candidates.
         per_norm_C: 1 / their length, whitened.
         white_DD: What makes rows as little alike as it can.

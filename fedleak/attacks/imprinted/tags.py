@@ -2,7 +2,7 @@
 
 A bin of one token is `a (x + tag - mean)`: outside the tag's numbers that gives a and the mean, and
 within them the tag. Tags that are alike are of one text. A bin of two tokens leaves one equation
-for two tags. With each known tag in the place of one, it names a tag for the other; a name that two
+for two tags. With each known tag for one token, it names a tag for the other token; a name that two
 bins give independently is right, because tags have too many numbers to meet by chance.
 
 Shapes: S texts, K numbers of a tag, P points, D hidden size, M tokens of a bin.
@@ -150,7 +150,7 @@ def more_tags(exact: Sequence[Split], tags: Tags, word_ST: Tensor | None = None)
             return tags
         name_PK = torch.cat(names)
         votes = KDTree(name_PK.numpy()).query_pairs(radius)
-        # A token on an edge is in two bins, which are no two witnesses.
+        # A token on an edge is in two bins, which do not name it independently.
         agreed = {name for vote in votes if abs(bins[vote[0]] - bins[vote[1]]) > 1 for name in vote}
         if not agreed:
             return tags
@@ -168,7 +168,7 @@ def more_tags(exact: Sequence[Split], tags: Tags, word_ST: Tensor | None = None)
 def _named(part: Split, own: int, tags: Tags, word_ST: Tensor | None) -> Tensor:
     """Returns what the tag of one token of a bin would be, for all texts of the others [X, K].
 
-    None of them if the bin has one token, or they are too many.
+    There are none (X = 0) if the bin has one token, or if they are too many.
     """
     rest_XK, others = part.tags_K[None], [m for m in range(len(part.weight_M)) if m != own]
     for other in others:

@@ -1,7 +1,7 @@
 """The structure of a batch, inferred before its text: lengths, labels, and the tokens in it.
 
-Facts that were granted are used. Others are read out of the update. Where the update leaves them
-open, several shapes are tried, and the one that matches best is kept.
+Facts that were granted are used. Others are read out of the update. If the update leaves them open,
+several shapes are tried, and the one that matches best is kept.
 
 Shapes: R rows, B sequences, T tokens, M tokens of a bag, S chosen rows.
 """
@@ -23,12 +23,12 @@ from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel
 from fedleak.training.observation import Observation
 
 _LONGEST_TRIED = 24
-"""Tokens of the longest sequence that is tried where the update does not tell."""
+"""Tokens of the longest sequence that is tried if the update leaves the lengths open."""
 
 
 @dataclass(frozen=True)
 class Clues:
-    """What another search found out of a batch, right or wrong.
+    """What another search found out about a batch, right or wrong.
 
     Attributes:
         tokens: Tokens among which those of the batch are likely to be; None: unknown.
@@ -69,7 +69,7 @@ class Shapes(NamedTuple):
 
     Attributes:
         each: One, if all is known.
-        lengths_known: They were granted, or stand in the update; else they are only tried.
+        lengths_known: The lengths were granted, or stand in the update; else they are only tried.
     """
 
     each: list[Shape]
@@ -99,7 +99,7 @@ def shapes(
     lengths = lengths or [(n,) * size for n in _lengths_to_try(model, most)]
     if known is None and len(clues.sequences) >= size:
         guessed_lengths = sorted(map(len, clues.sequences[:size]), reverse=True)
-        # Guesses that are longer or shorter than the update tells are wrong.
+        # Guesses that are longer or shorter than the update admits are wrong.
         if not certain or guessed_lengths[0] == lengths[0][0]:
             lengths = list(dict.fromkeys([tuple(guessed_lengths), *lengths]))
     labels = _labels(seen, model, rng, max(1, most // len(lengths)))
@@ -240,8 +240,8 @@ def _lengths(
 ) -> Iterator[tuple[int, ...]]:
     """Yields the lengths that agree with the update: none if it does not tell the longest.
 
-    The position rows tell the longest, or the only one. The rank of the second layer's gradients
-    is the number of all tokens.
+    The position rows give the longest length, or the only one. The rank of the second layer's
+    gradients is the number of all tokens.
     """
     family, tensors = model.family, seen.update.tensors
     # In next-token training the last token is only a target.
@@ -250,7 +250,7 @@ def _lengths(
     if family.position_embedding is not None and family.position_embedding in tensors:
         inputs = longest_sequence(tensors[family.position_embedding])
         longest = None if inputs is None else inputs + only_target
-    # In a classifier's last layer only one token asks.
+    # In a classifier's last layer only one token's query counts.
     layers = model.num_layers if model.task == CAUSAL_LM else model.num_layers - 1
     span = row_space(family.attention_gradients(as_gradient(seen), 1) if layers > 1 else [])
     total = span.rank + only_target * size if span is not None and span.exact else None

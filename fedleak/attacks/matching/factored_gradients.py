@@ -30,7 +30,7 @@ WeightRule = Callable[[nn.Module, Tensor, Tensor], Gradient]
 class BatchGradients:
     """Computes the gradients of guesses, as factors, for some of a model's parameters.
 
-    Within `ready` the model's parameters are frozen and its layers are listened to.
+    Within `ready` the model's parameters are frozen, and hooks keep the inputs of its layers.
 
     Args:
         model: The model.
@@ -55,7 +55,7 @@ class BatchGradients:
 
     @contextmanager
     def ready(self) -> Iterator["BatchGradients"]:
-        """Freezes the parameters and listens; afterwards the model is as it was before."""
+        """Freezes the parameters and sets the hooks; afterwards the model is as it was before."""
         trained = [p for p in self._model.module.parameters() if p.requires_grad]
         attention = _attend_by(self._model.module, "eager")
         hooks = [

@@ -1,6 +1,6 @@
 """Distances between gradients that are never formed.
 
-Gradient matching asks, thousands of times, how far the gradient of a guessed batch is from the
+Gradient matching computes, thousands of times, how far the gradient of a guessed batch is from the
 observed one. The gradient of a linear layer is a sum of outer products over the batch's tokens,
 `G = sum_n d_n a_n^T = D^T A`, with its inputs A and the loss's gradient D at its outputs, so
 
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 TOGETHER = {"cpu": 64, "cuda": 4096}
-"""Weights of one shape are looked at together up to so many tokens of all rows and guesses.
+"""Weights of one shape are processed together up to so many tokens of all rows and guesses.
 
 Measured on a CPU for a model of 6 x 384; for GPUs a guess.
 """
@@ -214,7 +214,7 @@ def _products(gradients: Gradients, target: Target) -> tuple[Tensor, Tensor, Ten
 
 
 def _kind(name: str, gradient: Gradient, observed: LowRankGradient | Tensor) -> Hashable:
-    """Returns a key that is equal for gradients that are looked at together."""
+    """Returns a key that is equal for gradients that are processed together."""
     if isinstance(gradient, Tensor):
         return gradient.shape
     left_RKNX = gradient[0].left_RKNX
@@ -373,7 +373,7 @@ def of_nothing(distance: Distance, target: Target) -> Tensor:
 def added(fixed: Gradients, changing: Gradients) -> dict[str, Gradient]:
     """Returns the sum of gradients of the same parameters; `fixed` has K = 1.
 
-    Of a table, one may have fewer rows than the other.
+    One gradient of a table may have fewer rows than the other.
     """
     total: dict[str, Gradient] = {}
     for name, gradient in changing.items():

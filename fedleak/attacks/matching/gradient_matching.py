@@ -4,7 +4,7 @@ Several observations are optimised in one batch. Its rows are the victims, the s
 batches may have, and random starts.
 
 A step of all rows must be a small part of the time: a step of a row with sixteen texts takes
-seconds. So one small step is made first, and from its time follows how many shapes and starts are
+seconds. So one small step is made first, and its time determines how many shapes and starts are
 optimised side by side.
 
 Shapes: R rows, U victims, B sequences, T tokens.
@@ -42,7 +42,7 @@ Algorithm = Callable[[Search], list[Found]]
 
 
 ANSWER = 1.5
-"""What comes after a search takes as long as so many steps of a row: its answer and its proof."""
+"""The answer and its proof, after a search, take as long as so many steps of a row."""
 
 _STEPS = 20
 """Steps that the time has to hold: with fewer, one row alone gets further than many."""
@@ -172,7 +172,7 @@ class GradientMatching(ABC):
 
         Args:
             seen, model, rngs, report: As in `many`.
-            clues: What other searches found out of each.
+            clues: What other searches found out about each batch.
         """
         clock = Clock(None if self.seconds is None else self.seconds * len(seen))
         answers: dict[int, Reading] = {}
@@ -295,11 +295,11 @@ def seconds_of_step(
 
 
 def rows_in_time(victims: Sequence[Victim], starts: int, step: float, clock: Clock) -> list[int]:
-    """Returns the rows of which the time left holds some steps; none, if it does not hold one.
+    """Returns the rows for which the time left is enough; none if it is too short for one row.
 
     Args:
         victims: Each has a row for each start of each of its shapes, in this order.
-        starts: Of each shape.
+        starts: Random starts of each shape.
         step: Seconds of a step of one row.
         clock: The time of all of them.
     """
@@ -326,7 +326,7 @@ def starts_in_time(config: MatchingConfig, step: float, clock: Clock) -> Matchin
     """Returns the constants of a search with no more random starts than a part of its time holds.
 
     Args:
-        config: As it is without a limit.
+        config: The constants without a limit.
         step: Seconds of a step of all rows.
         clock: The time of the search.
     """

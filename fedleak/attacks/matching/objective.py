@@ -46,7 +46,7 @@ _TERMS = 32
 """Units of float32's last digit that sums as long as a gradient may be off by."""
 
 TABLES = 1 / 3
-"""Weight of each table in a cosine, as a share of all other tensors: tables tell places."""
+"""Weight of each table in a cosine, as a share of all other tensors: tables show places."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class Objective:
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Freezes the parameters and listens; afterwards the model is as it was before."""
+        """Freezes the parameters and sets the hooks; afterwards the model is as it was before."""
         with ExitStack() as listening:
             for judge in (self, self.rough):
                 if judge is not None:
@@ -312,8 +312,8 @@ def rounding(seen: Observation) -> float:
     """Returns the largest distance, as a share of the observed gradient's, that rounding leaves.
 
     Distances are differences of numbers about as large as the observed gradient's square, in
-    float32. What was rounded when it was sent differs by half a unit of its last digit at most, and
-    distances go with the square of that.
+    float32. Numbers that were rounded for sending differ by half a unit of their last digit at
+    most, and distances grow with the square of that.
     """
     sent = max(torch.finfo(tensor.dtype).eps for tensor in seen.update.tensors.values())
     return max(_TERMS * torch.finfo(torch.float32).eps, (sent / 2) ** 2)
@@ -323,7 +323,7 @@ def _hint(victim: Victim, model: LanguageModel, length: int, words_MD: Tensor) -
     """Returns each token's share [T, M] of each position's gradient; 0 if that was not sent.
 
     A position's gradient is the sum of the gradients at its places in the batch. The gradient of a
-    token that occurs once is the gradient at its place. Least squares then tells this place.
+    token that occurs once is the gradient at its place. Least squares then finds this place.
     """
     position_PD = victim.observed.get(model.family.position_embedding or "")
     share_TM = words_MD.new_zeros(length, len(words_MD))

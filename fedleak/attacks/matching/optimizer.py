@@ -31,7 +31,7 @@ ROUGH = 0.8
 
 
 _READ_EVERY = 50
-"""Steps from one reading of tokens, to be shown, to the next: it searches the vocabulary."""
+"""Steps between two readings of tokens that are shown: a reading searches the vocabulary."""
 
 DiscreteStep = Callable[[Tensor], Tensor]
 """Variables [R, B, T, F] -> better ones, such as the same tokens in another order."""
@@ -138,7 +138,7 @@ class Descent:
 
     Attributes:
         steps_done: Steps so far.
-        seconds: What the last one took.
+        seconds: The time of the last step.
     """
 
     def __init__(self, variables_RBTF: Tensor, config: MatchingConfig) -> None:
@@ -166,7 +166,7 @@ class Descent:
         if config.clip is not None:
             norm_R = grad_RBTF.flatten(1).norm(dim=1)
             grad_RBTF *= (config.clip / (norm_R + 1e-6)).clamp_max(1)[:, None, None, None]
-        # A row whose loss is not a number stays where it is, and takes no other with it.
+        # A row whose loss is not a number stays where it is, and does not affect other rows.
         self.variables_RBTF.grad = grad_RBTF.nan_to_num_(0.0, 0.0, 0.0)
         self._adam.step()
         self.steps_done += 1
@@ -199,7 +199,7 @@ class Found(NamedTuple):
     """The best guess for a victim.
 
     Attributes:
-        row_index: The row it comes from; this tells its shape.
+        row_index: The row it comes from, which gives its shape.
         ids_BT: Its tokens.
         loss: The lowest among the victim's rows.
     """
@@ -226,7 +226,7 @@ def best_of_each(victim_R: Tensor, ids_RBT: Tensor, loss_R: Tensor) -> list[Foun
 class Watch(Clock):
     """The clock of a search, which also shows how far the search is.
 
-    Every phase asks it between parts that take no longer than a step of the descent, so that a
+    Every phase reads it between parts that take no longer than a step of the descent, so that a
     search ends within a few steps of its time, with the best so far.
 
     Args:
@@ -251,7 +251,7 @@ class Watch(Clock):
             self._look(self._step, f"{phase} {number}/{len(every)}", ())
 
     def stop(self, phase: str) -> Callable[[], bool]:
-        """Returns a function that tells whether time is up, to be called before each part."""
+        """Returns a function to be called before each part, which returns whether time is up."""
         numbers = itertools.count(1)
 
         def time_up() -> bool:

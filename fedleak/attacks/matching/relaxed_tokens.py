@@ -1,7 +1,7 @@
 """Our own gradient matching: a search for tokens that is relaxed to mixtures of them.
 
-Where the update gives away the tokens of the batch, each place is a mixture of these tokens. The
-model is then differentiable in which token is where, and the gradients of the word and position
+If the update gives away the tokens of the batch, each place is a mixture of these tokens. The model
+is then differentiable in which token is where, and the gradients of the word and position
 embeddings, which say most about places, are matched with the others. Every few steps the mixtures
 are read as tokens, and changes of these are tried: tokens change places within a sentence, a token
 is replaced by another, two sentences exchange tokens. The change with the lowest sum of gradient
@@ -100,8 +100,8 @@ def improved(search: Search, variables_RBTF: Tensor) -> tuple[Tensor, Tensor]:
     """Returns better tokens [R, B, T] than those read from the variables, and their score [R].
 
     One sentence after the other is changed, then two at a time. A row goes on as long as that helps
-    and there is time. The score is the distance plus the prior's penalty, which tokens that match
-    exactly are spared.
+    and there is time. The score is the distance plus the prior's penalty; tokens that match exactly
+    have no penalty.
     """
     objective, config, rng, watch = search
     ids_RBT = objective.nearest_tokens(variables_RBTF)
@@ -121,7 +121,7 @@ def improved(search: Search, variables_RBTF: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _batch_penalty(search: Search, ids_RBT: Tensor) -> Tensor:
-    """Returns the prior's penalty [R] for all sequences of each row, however late it is."""
+    """Returns the prior's penalty [R] for all sequences of each row, even if time is up."""
     patient, sequences = search._replace(watch=UNWATCHED), range(ids_RBT.shape[1])
     costs = [lm_penalty(patient, b, ids_RBT[:, None, b]) for b in sequences]
     return torch.cat(costs, 1).sum(1)

@@ -1,4 +1,4 @@
-"""Victims of gradient matching: what an update tells before its text is searched for.
+"""Victims of gradient matching: what an update shows before its text is searched for.
 
 Shapes: D hidden size, M tokens of a bag.
 """
@@ -27,7 +27,7 @@ _NOTHING = 1e-15
 
 @dataclass(frozen=True, kw_only=True)
 class Victim:
-    """One observation, and what it tells of its batch before the search.
+    """One observation, and what it shows about its batch before the search.
 
     Attributes:
         seen: The observation.
@@ -36,7 +36,7 @@ class Victim:
         bag_M: Its distinct tokens; None if the update leaves them open.
         complete: All tokens of the bag occur; else it only holds those that may.
         words_MD: The word embedding's gradient at these tokens; None if it was not shared.
-        left_out: Number of shared tensors that say nothing.
+        left_out: Number of shared tensors that are not compared.
     """
 
     seen: Observation
@@ -64,8 +64,8 @@ def victim_of(
         model: The model at the weights of its round.
         rng: Random numbers of this observation.
         most_shapes: Shapes that are tried at most.
-        faithful: As LAMP's authors do it: all tensors count, and tokens are not told.
-        clues: What another search found out; its tokens count where the update leaves them open.
+        faithful: As LAMP's authors do it: all tensors count, and the token bag is not used.
+        clues: What another search found out; its tokens count if the update leaves them open.
     """
     family = model.family
     steps = seen.knowledge.local_steps or 1
@@ -126,7 +126,7 @@ def alike(victims: Mapping[int, Victim], starts: int, device: torch.device) -> l
 
     Args:
         victims: By number.
-        starts: Random starts that are optimised of each shape.
+        starts: Random starts that are optimised for each shape.
         device: The device they are optimised on.
     """
     groups: dict[object, list[int]] = {}

@@ -1,1 +1,1 @@
-"""Was this text in the update? It has an answer where no text can be read any more."""
+"""Was this text in the update? It has an answer even if no text can be read."""

@@ -1,13 +1,13 @@
 """Scores how likely each of some texts was in the batch of an update.
 
-Who was in, the attack is not told: it gets a shuffled list (`Knowledge.candidates`), and the audit
-compares the scores with the truth.
+The attack does not know which texts were in: it gets a shuffled list (`Knowledge.candidates`), and
+the audit compares the scores with the truth.
 
 Two scores compare each text's gradient with the update: `likelihood.py` has them.
 
-A server sees all updates of a round, so a third takes the others as a null. It is not divided by
-their standard deviation, as FedMIA's: the residual is in standard deviations already. Another
-client that has the text makes it look less likely here.
+A server sees all updates of a round, so a third score takes the other updates as a null. Unlike
+FedMIA's, it is not divided by their standard deviation: the residual is in standard deviations
+already. If another client has the text, this score is lower.
 
 The losses are the older question (Yeom et al. 2018): is the text fitted well, and does one step
 along the update fit it better?
@@ -111,7 +111,7 @@ class Membership:
 def _answer(
     model: LanguageModel, seen: Observation, listed: Sequence[Example], found: Statistics
 ) -> Reconstruction:
-    """Returns the answer of which the gradients say what was found."""
+    """Returns the answer: the scores that were found by the gradients, and those by the losses."""
     loss_K = losses(model, listed)
     rate = seen.knowledge.learning_rate or 1.0
     after_K = losses(stepped(model, as_gradient(seen), rate), listed)

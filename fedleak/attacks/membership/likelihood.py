@@ -1,7 +1,7 @@
 """How much likelier an update is with a text in it: a likelihood ratio, tensor by tensor.
 
 An update u holds a multiple of the gradient g of each of its texts. All else in it, the other texts
-and noise, is taken for normal with the covariance
+and noise, is assumed to be normal with the covariance
 
     S = D + (s^2 / n P) G^T G,    D = s^2 r^2 / n + sigma^2 on the diagonal,
 
@@ -9,20 +9,20 @@ where G are the gradients of P public texts, r the root mean square of each of t
 texts in the update, s the factor on their mean, and sigma that of the noise. So (Neyman and Pearson
 1933) the statistic that tells best whether a text was in is `g S^-1 u`, here in units of its
 standard deviation, the root of `g S^-1 g`. The inverse takes a matrix of P x P (Woodbury). Tensors
-are taken for independent: statistics and variances are summed over them.
+are assumed to be independent: statistics and variances are summed over them.
 
 Without noise this is the residual of g outside the span of public gradients, with each number in
 units of its root mean square; under much noise it is the product of g and u. Adam and its kind
 divide gradients by that root themselves, so g and G are divided by it, too.
 
-Nobody has to tell how much noise there is. The square of u, and the mean square of its products
-with the public gradients, are as large as the model says: that gives s, and then sigma (the method
-of moments). A tensor whose products noise alone cannot explain has an s of its own. Of another
-its own would be chance, and would weigh the tensor by chance: it has the one that fits all tensors
-best, by least squares. Where noise explains all of them, s is next to none.
+The size of the noise need not be known. The square of u, and the mean square of its products with
+the public gradients, are as large as the model predicts: that gives s, and then sigma (the method
+of moments). If noise alone cannot explain the products of a tensor, the tensor has an s of its own.
+For any other tensor that would be chance, and would weigh the tensor by chance: it has the s that
+fits all tensors best, by least squares. If noise explains all tensors, s is almost zero.
 
-A server sees all updates of a round. What the mean of the others, in place of the update, says of a
-text is a null (FedMIA, Zhu et al. 2024): what a text has in common with every update falls out.
+A server sees all updates of a round. The statistic of the mean of the others, in place of the
+update, is a null (FedMIA, Zhu et al. 2024): what a text has in common with every update falls out.
 
 Shapes: K candidates, P public texts, X numbers of a tensor.
 """
@@ -50,11 +50,11 @@ COLUMNS = 2**18
 """Numbers of each public gradient that are copied together."""
 
 LEAST = 1e-10
-"""Share of an update that gradients make where noise explains all of it."""
+"""Share of an update that gradients make up if noise explains all of it."""
 
 SURE = 20.0
-"""Standard deviations of noise above which products with public gradients say what s is. These are
-squares, and of small tensors few: they are far from normal."""
+"""Standard deviations of noise above which products with public gradients determine s. The products
+are squared, and few in small tensors: they are far from normal."""
 
 _TINY = 1e-300
 
@@ -64,7 +64,7 @@ class Statistics(NamedTuple):
 
     Attributes:
         residual_K: The statistic of the likelihood ratio, in standard deviations.
-        calibrated_K: Less that of the mean of the other updates of the round; None: there are none.
+        calibrated_K: `residual_K` less that of the mean of the round's other updates, or None.
         cosine_K: The cosine with the update, each tensor in units of its root mean square.
         public: How many public texts were used.
     """
@@ -97,7 +97,7 @@ def statistics(
         model: At the broadcast weights.
         lists: The candidates of each update.
         public: Texts that are in no update; the first ones that there is room for are used.
-        seen: Updates of one round; of each some tensor can be compared.
+        seen: Updates of one round; each has a tensor that can be compared.
     """
     gradient_by_update = [as_gradient(observation) for observation in seen]
     updates = [
@@ -135,7 +135,7 @@ def statistics(
 def nulls(updates: Sequence[Mapping[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
     """Yields for each update the mean of the others by tensor, as large as its own tensor is.
 
-    All count alike, however large they are. What no other update has is not there.
+    All updates count alike, however large they are. Tensors that no other update has are left out.
     """
     total: dict[str, Tensor] = {}
     count: Counter[str] = Counter()
@@ -191,7 +191,7 @@ class Public(NamedTuple):
         texts, numbers = rows_PX.shape
         scale_X, power_X = torch.ones(numbers), torch.zeros(numbers)
         if texts > 1 and rows_PX.any():
-            # Few texts say little of the square of a number: the tensor's mean counts as one more.
+            # Few texts say little about a number's square: the tensor's mean counts as one more.
             power_X = rows_PX.square().mean(0)
             power_X = (texts * power_X + power_X.mean()) / (texts + 1)
             if adaptive:
@@ -202,15 +202,15 @@ class Public(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """The update in one tensor, and what the model says of its square and products.
+    """The update in one tensor, and what the model predicts for its square and products.
 
     Attributes:
         public: Gradients of the tensor.
         update_X: The update, as a gradient.
-        square: Of the update.
-        expected: What it is without noise, in units of s^2.
+        square: The square of the update.
+        expected: What the square is without noise, in units of s^2.
         excess: How much larger the squares of the update's products with the public gradients are
-            than noise alone makes them, in standard deviations of that.
+            than noise alone makes them, in standard deviations of the latter.
         slope: What the excess is expected to be, in units of s^2.
     """
 
@@ -269,13 +269,13 @@ def factors(tensors: Mapping[str, Moments]) -> dict[str, float]:
 
 
 class Background(NamedTuple):
-    """One tensor of an update, and the covariance S of all that is in it beside a text.
+    """One tensor of an update, and the covariance S of everything in it except a text.
 
     Attributes:
         public: Gradients of the tensor.
         scaled_X: Brings the gradients to the units in which S is the identity and their products:
             the span.
-        inverse_PP: Of P times the identity and the products of the span.
+        inverse_PP: The inverse of P times the identity plus the products of the span.
         updates_X2: The update and the mean of others in these units.
         own_P2: Their products with the span.
         plain_X: The update as it is, in units of its root mean square.
@@ -329,8 +329,8 @@ class Background(NamedTuple):
     def products(self, rows_KX: Tensor) -> Tensor:
         """Returns products of candidates' gradients [5, K].
 
-        They are the statistic and that of the mean of others, the variance of both, and the product
-        with the update and the square, in units of the update's root mean square.
+        They are the statistic of the update, that of the mean of others, the variance of both, and,
+        in units of the update's root mean square, the product with the update and the square.
         """
         rows_KX = rows_KX * self.unit
         inner_K, square_K = rows_KX @ self.plain_X, rows_KX.square().sum(1)

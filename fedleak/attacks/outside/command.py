@@ -42,7 +42,7 @@ _KEPT = 1_000
 """Bytes of its standard error that are kept, for the reason of a failure."""
 
 _GRACE_SECONDS = 5.0
-"""Seconds that a program has to end after it was told to."""
+"""Seconds that `keeper` has to end a program."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,7 +49,7 @@ class AnswerFile(BaseModel):
     Attributes:
         sequences: Best first, each as token ids, special tokens included, or as a text.
         evidence: For each sequence the program's own statistic, lower is better.
-        tokens: The distinct tokens that it says were in the batch.
+        tokens: The distinct tokens of the batch, as the program read them.
         facts, diagnostics, reason: As in a `Reconstruction`.
     """
 
@@ -72,11 +72,11 @@ def write_observation(
     """Writes all that an attacker sees into a new folder.
 
     Args:
-        folder: Is made.
+        folder: The folder, which is created.
         seen: The update, and what is known.
         model: At the broadcast weights.
         seconds: How long the program may take.
-        seed: For what it draws.
+        seed: For the program's random numbers.
     """
     folder.mkdir()
     tensors = {name: t.detach().cpu().contiguous() for name, t in seen.update.tensors.items()}
@@ -122,7 +122,7 @@ def read_answer(path: Path, model: LanguageModel) -> Reconstruction:
     """Reads what a program answered; a text becomes the tokens that a client feeds for it.
 
     Raises:
-        AnswerFileError: There is no answer, or it is none.
+        AnswerFileError: There is no answer, or it is not a valid one.
     """
     content = _content(path)
     try:

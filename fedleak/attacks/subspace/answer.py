@@ -32,16 +32,16 @@ class Judged:
 
 
 class Reading(NamedTuple):
-    """What an attack found, for another that builds on it.
+    """What an attack found, for another attack that builds on it.
 
     Attributes:
-        answer: What it says of the batch by itself.
-        sequences: What it read, best first, even where it does not stand by it.
+        answer: Its own answer for the batch.
+        sequences: What it read, best first, even if it does not trust it.
         members: Sequences that are proved one by one, even if the whole batch is not.
-        tokens: Tokens beside which it says there are no others.
-        scale: How many times its mean gradient the update is, as far as members tell.
-        settled: It is the whole batch by what the update adds up to, or leaves nothing of it but
-            noise, or others read no more of it: nobody else need be asked.
+        tokens: Tokens that are, as it finds, the only ones in the batch.
+        scale: The update over the mean gradient of its batch, as far as members determine it.
+        settled: No other attack need run. The answer is the whole batch by what the update adds up
+            to, or leaves nothing of the update but noise, or other attacks read no more.
     """
 
     answer: Reconstruction
@@ -53,7 +53,7 @@ class Reading(NamedTuple):
 
 
 OnJudged = Callable[[int, int, Judged], None]
-"""Is told how many steps of a search are done, of how many, and the nearest sequence so far."""
+"""(steps of a search that are done, all steps, the nearest sequence so far) -> None."""
 
 
 def telling(on_progress: Callable[[Progress], None], model: LanguageModel) -> OnJudged:
@@ -72,10 +72,10 @@ class SpanSearch(NamedTuple):
         slots: Tokens that may stand at each position.
         block: The first block.
         spans: The checks: `mixed`, where there is one, then `second`.
-        wanted: Sentences in the batch: where noise leaves none in the span, so many go on.
+        wanted: Sentences in the batch: if noise leaves none in the span, so many are kept.
         rng: For sketches, starts and kicks.
         clock: Shared by all positions and lengths.
-        tell: Is told how many positions or lengths are done, and the nearest sentence.
+        tell: Called with the number of positions or lengths done, and the nearest sentence.
     """
 
     slots: list[Tensor]
@@ -95,8 +95,8 @@ def by_excess(sequence: Judged) -> float:
 def ranked(sequences: Iterable[Judged], verdict: Verdict, most: int) -> list[Judged]:
     """Returns at most so many sequences nearest first, each as often as it is in the batch.
 
-    A sequence that a verified batch does not hold is left out; in other batches it is there once,
-    and so are all if their repetitions are too many for the batch.
+    A sequence of unknown repetitions is left out if the batch is verified, and else occurs once.
+    All repetitions are unknown if they are too many for the batch.
     """
     unknown = 0 if verdict.verified else 1
     repeats = verdict.repeats if sum(verdict.repeats.values()) <= most else {}
@@ -127,7 +127,7 @@ def recovered(
     diagnostics: Mapping[str, Any],
     reason: str,
 ) -> Reconstruction:
-    """Returns the answer of sequences in their order.
+    """Returns the answer that consists of sequences, in their order.
 
     Args:
         sequences: Best first.

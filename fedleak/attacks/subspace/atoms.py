@@ -35,7 +35,7 @@ _NO_MORE = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Targets:
-    """The gradients at the tokens of a batch, and how sure they are.
+    """The gradients at the tokens of a batch, and their noise.
 
     Attributes:
         bag: The tokens of the batch.
@@ -53,7 +53,7 @@ class Targets:
 
     @cached_property
     def told_HK(self) -> Tensor:  # noqa: N802
-        """Which numbers of targets are told: of a masked update some rows may not be."""
+        """Which numbers of targets are known: a masked update may lack some rows."""
         return self.target_NHK.any(0)
 
 
@@ -162,7 +162,7 @@ class Atoms(Targets):
         terms_H = (weight_HM1[..., 0] * size_HM).norm(dim=-1)
         bound_H = freedom_H * self.noise_NH[seed].square() + (ROUNDING * terms_H).square()
         rest_H = rest_HK.square().sum(-1) / bound_H.clamp_min(NOTHING)
-        # A head of which fewer rows are told than there are members says nothing.
+        # A head with fewer known rows than members decides nothing.
         return float(rest_H[freedom_H > 0].mean().sqrt()) if (freedom_H > 0).any() else math.inf
 
 
@@ -241,7 +241,7 @@ def atoms_of(
         bag_A=bag_A,
         token_A=bag.tokens_N[bag_A],
         position_A=position_A,
-        # Of rows that are not told no atom explains anything.
+        # No atom explains anything in rows that did not come.
         vector_HAK=vector_HAK * target_NHK.any(0)[:, None],
         of_keys_H=torch.tensor(
             [side == "key" for side in sides for _ in range(block.num_heads)]

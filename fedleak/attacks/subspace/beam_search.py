@@ -83,7 +83,7 @@ def needed(
 ) -> tuple[Tensor, float, float]:
     """Returns the members that the residual needs, their excess, and the least with one fewer.
 
-    The last is 0 if time is up before it is known, and infinite if it was not sought.
+    The third is 0 if time is up before it is known, and infinite if it was not sought.
 
     Args:
         atoms: The dictionary.

@@ -5,16 +5,16 @@ the span of a few known vectors (`models.family.Directions`): those of the words
 rows came, of the places whose rows came, and of the constant. So a row of which more numbers came
 than that span has dimensions is determined by least squares, and the numbers left over check it.
 
-**A mask, or pruning** leaves a part of a row as it was. Of one gradient in float32 the rest is
-exact, and what is read of whole rows is read of these. Other rows are completed in the span of
-those that are, which has no more dimensions than there are inputs.
+**A mask, or pruning** leaves a part of a row as it was. In one float32 gradient the completed rows
+are exact, and are read as whole rows are. Other rows are completed in the span of the completed
+ones, which has no more dimensions than there are inputs.
 
 **A change of weights** is rounded to the precision of each weight w: to a step of 2^-23 w or less,
 which small weights hardly feel. So each number counts by its own step, up to a limit: several
-local steps move all of them. That takes away what rounding puts outside of the span, masked or not.
+local steps move all of them. That removes what rounding puts outside of the span, masked or not.
 
-A zero is a number that did not come, if there are more zeros than rounding makes: as many as there
-are equal numbers, about. (Of numbers on a grid, two are equal as often as one is zero.)
+A zero is a number that did not come, if there are more zeros than rounding makes: it makes about as
+many as there are equal numbers. (Of numbers on a grid, two are equal as often as one is zero.)
 
 Limits: no dropout, and both embeddings' rows must have come. A mask that keeps a share a of D
 numbers leaves a D of a row: distinct words and places must be fewer, but for its chance.
@@ -100,12 +100,12 @@ def completed(
 
 
 class _Sent(NamedTuple):
-    """What was sent of rows.
+    """The part of rows that was sent.
 
     Attributes:
         value_OD: The numbers, zeros for those that did not come.
         came_OD: Which came.
-        variance_OD: Of what rounding of the weights made of each; None: they are no change.
+        variance_OD: Of what rounding of the weights added to each; None: the update is a gradient.
     """
 
     value_OD: Tensor
@@ -159,7 +159,7 @@ class _Fitted(NamedTuple):
     Attributes:
         row_ND: In the span.
         noise_N: Variance of a number that counts once; NaN if it could not be fitted.
-        amplified_N: Times that, the variance of a row in all dimensions of the span.
+        amplified_N: The variance of a row in all dimensions of the span, in units of `noise_N`.
     """
 
     row_ND: Tensor
@@ -168,7 +168,7 @@ class _Fitted(NamedTuple):
 
 
 def _fitted(basis_RD: Tensor, sent_ND: Tensor, count_ND: Tensor) -> _Fitted:
-    """Fits rows by least squares; each number counts so many times, one that did not come 0."""
+    """Fits rows by least squares; each number counts so many times, 0 times if it did not come."""
     rank = len(basis_RD)
     equations_NRR = (count_ND[:, None] * basis_RD) @ basis_RD.T
     factor_NRR, failed_N = torch.linalg.cholesky_ex(equations_NRR)
@@ -182,10 +182,10 @@ def _fitted(basis_RD: Tensor, sent_ND: Tensor, count_ND: Tensor) -> _Fitted:
 
 
 def _completed_in(basis_RD: Tensor, sent: _Sent) -> Tensor:
-    """Returns the rows [O, D] that lie in a span, as far as what was sent of them shows it.
+    """Returns the rows [O, D] that lie in a span, as far as the part that was sent shows it.
 
-    Where numbers came, what they miss of the span is left in a row, scaled to what noise leaves of
-    a whole row outside of it: who estimates noise from there gets that of the completed numbers.
+    The numbers that came keep their part outside of the span, scaled to the size that noise has
+    there in a whole row: an estimate of noise from it gives the noise of the completed numbers.
     """
     whole_OD, (rank, width) = torch.zeros_like(sent.value_OD), basis_RD.shape
     most = _ROUNDING if sent.variance_OD is None else _MOVED

@@ -11,8 +11,8 @@ Petrov et al., "DAGER: Exact Gradient Inversion for Large Language Models", Neur
 - Encoders: iterated local search over the candidates of each position (`encoder_search`) instead
   of a random draw of 10^7 sentences, until the sentences found hold as many tokens as the second
   layer has rank.
-- Of adapters in their first round the second matrices have the spans, of inputs times the first
-  ones (`span.ProjectedSpan`).
+- For adapters in their first round, the gradients of the second matrices have the spans: of inputs
+  times the first matrices (`span.ProjectedSpan`).
 - Batch size, lengths and labels are not used.
 
 Shapes: B prefixes, N candidates of the next position, C pairs of both that pass the first check,
@@ -81,7 +81,7 @@ class Dager(OneByOne):
 
     def obstacle(self, setting: AttackSetting) -> str | None:
         """Needs gradients of attention weights, or of their adapters, of the first two layers."""
-        # Of a classifier's last layer only the pooled token's query counts: its span is too small.
+        # In a classifier's last layer only the pooled token's query counts: its span is too small.
         needed = 3 if setting.task == CLASSIFICATION else 2
         if setting.num_layers < needed:
             return (
@@ -98,7 +98,7 @@ class Dager(OneByOne):
         return None
 
     def reads(self, setting: AttackSetting) -> frozenset[str]:
-        """Reads what the spans are of, and the classifier, which gives labels."""
+        """Reads the matrices that give the spans, and the classifier, which gives labels."""
         family = setting.family
         inputs = (*family.attention_parameters(0), *family.attention_parameters(1))
         second = {lora_b(name) for name in inputs}
@@ -122,7 +122,7 @@ class Dager(OneByOne):
                 "nothing proved: the gradients' row space has no end above their noise, or holds "
                 f"as many tokens as the hidden size ({model.hidden_size}) or an adapter's rank",
             )
-        # No sequence is longer than the second layer's inputs have dimensions, but for repetitions.
+        # Except for repetitions, no sequence is longer than the rank of the second layer's inputs.
         slots = candidates(model, spans.first, rng, clock)[: spans.second.rank + REPEATS]
         block, wanted = model.family.first_block(model.module), seen.update.num_examples
         search = SpanSearch(slots, block, spans, wanted, rng, clock, tell)
@@ -186,11 +186,11 @@ def candidates(
 ) -> list[Tensor]:
     """Returns for each position the tokens that may stand there.
 
-    The token bag is read first, for that takes one look at the vocabulary; beyond its budget each
-    position takes a look. The first attention's inputs in a rotary model say nothing of positions.
+    The token bag is read first, because that takes one look at the vocabulary; beyond its budget
+    each position takes a look. A rotary model's first inputs do not depend on positions.
     """
     table = model.family.token_table(model.module)
-    # What an adapter projects is no sum of rows.
+    # The input that an adapter projects is no sum of rows.
     projected = isinstance(span, ProjectedSpan)
     bag = None if projected else read_token_bag(table.directions(), span, rng)
     if table.position_PD is None:
@@ -299,7 +299,7 @@ def _kept(span: Span, excess_C: Tensor, wanted: int) -> Tensor:
 def _without_runs(sentences: list[Judged], model: LanguageModel) -> list[Judged]:
     """Returns the sequences, and each run of one token as that token alone.
 
-    Nothing tells how long a run is. It is left out if its token begins another sequence.
+    The length of a run is unknown. It is left out if its token begins another sequence.
     """
     runs = [sentence for sentence in sentences if certificate.is_run(model, sentence.ids)]
     others = [sentence for sentence in sentences if sentence not in runs]

@@ -7,15 +7,16 @@ place of the batch there is an s in S that equals x_vp but for some numbers, and
 regression of x_vp on S with least absolute deviations finds it, because it is exact but for a tenth
 of gross errors (Candes and Tao, "Decoding by linear programming", 2005). `Span.excess` of m * x_vp
 tells whether there is one at all: S has hundreds of equations for a mask. The same word at the same
-place of several texts has as many masks: the cheapest is found first, and another one where its own
-numbers cost more. All inputs are known as soon as they are as many as S has dimensions.
+place of several texts has as many masks: the cheapest is found first, and another one if deviations
+cost more at the numbers that the first lost. All inputs are known as soon as they are as many as S
+has dimensions.
 
 From here on nothing is blurred. Least squares gives the gradient at each token's query and key,
 and they lie in the spans of its text's keys and queries (`keyspan`), whatever dropout does to the
-attention's probabilities. An input belongs to one text, so those of a text that is read are taken
-out of the dictionary. The masks of later layers stay unknown, so that no gradient is recomputed,
-and nothing is proved. The batch is `determined` if its texts use all inputs, each once, and the
-gradients at all words lie in the spans of their own texts.
+attention's probabilities. An input belongs to one text, so the inputs of a text that was read are
+taken out of the dictionary. The masks of later layers stay unknown, so that no gradient is
+recomputed, and nothing is proved. The batch is `determined` if its texts use all inputs, each once,
+and the gradients at all words lie in the spans of their own texts.
 
 Shapes: N inputs, C words at places, D hidden size, R rank, K known masks, A atoms, M members of a
 text.
@@ -44,12 +45,12 @@ _STEPS = 14
 """Steps of reweighted least squares, which make one of least absolute deviations."""
 
 _NO_DEVIATION = (0.3, 0.55, 1e-4)
-"""What counts as none, as a share of an input's root mean square: in the first step, how it shrinks
-from step to step, and in the end."""
+"""The deviation that counts as none, as a share of an input's root mean square: in the first step,
+its factor from step to step, and the least."""
 
 _LEVERAGE = 0.5
-"""Numbers that decide more than this of their own fit say nothing of the others. A BERT has one or
-two such, in which all inputs are large."""
+"""Numbers that decide more than this of their own fit do not count. A BERT has one or two such
+numbers, which are large in all inputs."""
 
 _SURE = (0.1, 0.05)
 """A number is surely kept if it deviates by less than this share of itself, and is no smaller than
@@ -65,7 +66,7 @@ _DEARER = 4.0
 """How much more a deviation costs at a number that a known mask of the word at the place lost."""
 
 _OVERSHOOT = 10.0
-"""How much more a deviation costs that no dropout makes: it takes numbers away, and adds none."""
+"""How much more a deviation costs that dropout cannot make: dropout only takes numbers away."""
 
 _OTHERS = 1e-9
 """Weight of numbers that are not surely kept, so that enough are left to solve for."""
@@ -85,10 +86,10 @@ class Inputs(NamedTuple):
 
 
 class DroppedBatch(NamedTuple):
-    """What was read of a batch with dropout.
+    """What was read from a batch with dropout.
 
     Attributes:
-        texts: Those whose seed's gradients lie in their spans.
+        texts: Texts that span the gradients at their seeds.
         tokens: The token bag, in rising order.
         inputs: How many there are.
         determined: The texts are the whole batch (head of the file).
@@ -108,7 +109,7 @@ def read_dropped(
     clock: Clock,
     tell: OnJudged,
 ) -> DroppedBatch | None:
-    """Returns what is read of a batch with dropout; None if not all inputs, or no text, are found.
+    """Returns what is read from a batch; None if not all inputs, or no text, are found.
 
     Args:
         model: At the broadcast weights.
@@ -116,7 +117,7 @@ def read_dropped(
         size: Texts of the batch.
         width: Of the beam.
         clock: Ends the search.
-        tell: Is told how many inputs are in texts, of how many, and each text.
+        tell: Called with the number of inputs in texts, the number of all inputs, and each text.
     """
     family = model.family
     words_VD = observed.get(family.word_embedding)
@@ -151,7 +152,7 @@ def find_inputs(
     Args:
         model: At the broadcast weights.
         words_V: Words that may be in the batch.
-        places: In the longest text.
+        places: The number of places in the longest text.
         span: Of the gradients of the first attention.
         size: Texts of the batch: no word is at a place more often.
         clock: Ends the search.
@@ -188,12 +189,12 @@ def find_inputs(
 
 
 def kept(x_CD: Tensor, span: Span, cost_CD: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns which numbers [C, D] dropout kept of inputs, and whether [C] the span has such ones.
+    """Returns which numbers [C, D] of inputs dropout kept, and whether [C] the span holds them.
 
     Args:
         x_CD: Inputs before dropout.
-        span: Of inputs after it.
-        cost_CD: Of a deviation at each number.
+        span: Of inputs after dropout.
+        cost_CD: The cost of a deviation at each number.
     """
     basis_DR = span.basis_DR
     product_DX = (basis_DR[:, :, None] * basis_DR[:, None]).flatten(1)
@@ -203,7 +204,7 @@ def kept(x_CD: Tensor, span: Span, cost_CD: Tensor) -> tuple[Tensor, Tensor]:
 
     def deviations(weight_CD: Tensor) -> Tensor:
         system_CRR = (weight_CD @ product_DX).view(-1, span.rank, span.rank)
-        # Of a singular system no number is right, and the span has no such input.
+        # If a system is singular, its solution is wrong, and the span has no such input.
         inside_CR, _ = torch.linalg.solve_ex(system_CRR, (weight_CD * x_CD) @ basis_DR)
         rest_CD: Tensor = x_CD - inside_CR @ basis_DR.T
         return rest_CD
@@ -224,7 +225,7 @@ def kept(x_CD: Tensor, span: Span, cost_CD: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _cost(x_D: Tensor, masks: Sequence[Tensor], turn: int) -> Tensor:
-    """Returns what deviations cost [D]: more where a known mask lost a number, and by chance."""
+    """Returns the cost [D] of deviations: more where a known mask lost a number, and random."""
     lost_D = 1 - torch.stack([torch.ones_like(x_D), *masks]).amin(0)
     chance_D = torch.randn(len(x_D), generator=torch.Generator().manual_seed(turn))
     cost_D: Tensor = (1 + _DEARER * lost_D) * (chance_D.exp().to(x_D) if turn else 1)
@@ -232,14 +233,14 @@ def _cost(x_D: Tensor, masks: Sequence[Tensor], turn: int) -> Tensor:
 
 
 def _parts(index: Sequence[int]) -> list[Sequence[int]]:
-    """Returns what is tried side by side."""
+    """Returns the parts of an index that are tried side by side."""
     return [index[i : i + _AT_ONCE] for i in range(0, len(index), _AT_ONCE)]
 
 
 def make_dropped(
     model: LanguageModel, gradients: Mapping[str, Tensor], inputs: Inputs, span: Span
 ) -> Atoms:
-    """Returns the dictionary of inputs that are all there: each is the only place of its token.
+    """Returns the dictionary of a batch's inputs: each counts as its own token, at one place.
 
     Args:
         model: At the broadcast weights.
@@ -258,18 +259,18 @@ def make_dropped(
     every_A = torch.arange(len(inputs.ids_N), device=inputs.ids_N.device)
     x_AD = inputs.x_ND.to(model.family.token_table(model.module).token_VD.dtype)
     atoms = atoms_of(model, gradients, bag, span, every_A, inputs.place_N, x_AD)
-    # Each text has an input of its own that begins it: which one, the search tells.
+    # Each text has an input of its own that begins it: the search finds which one.
     return replace(atoms, first=None)
 
 
 def group(atoms: Atoms, width: int, clock: Clock, tell: OnJudged) -> tuple[list[Spanned], bool]:
-    """Returns texts, and whether all atoms are in one, with which all words' gradients agree.
+    """Returns texts, and whether all atoms are in texts that all words' gradients agree with.
 
     Args:
         atoms: One for each input.
         width: Of the beam.
         clock: Ends the search.
-        tell: Is told how many atoms are in texts, of how many, and each text.
+        tell: Called with the number of atoms in texts, the number of all atoms, and each text.
     """
     signal_N = atoms.target_NHK.square().sum((1, 2)) / atoms.noise_NH.square().sum(1)
     marks_N = (atoms.position_A == 0) | (atoms.token_A == atoms.last)

@@ -71,7 +71,7 @@ def search_sentences(search: SpanSearch, end: int, effort: Effort) -> list[Judge
         sentences = Sentences(of_length, block, spans, rng)
         own = clock.part(len(of_lengths) - done)
         passed, best = search_length(sentences, effort, rng, own)
-        # Noise lets any number of them pass: no more than these can be in the answer.
+        # Noise lets any number of sentences pass: no more than these can be in the answer.
         shown = passed if spans.second.exact else sorted(passed, key=by_excess)[:wanted]
         passing |= {sentence.ids: sentence for sentence in passed}
         passing |= {

@@ -12,11 +12,11 @@ bag. For a token that occurs once (a seed), its sequence is the smallest set of 
 pairs (`atoms`) that spans its gradient in all heads. Orthogonal least squares with a beam finds it
 (`beam_search`; for decoders, SOMP, arXiv 2603.16761, is the closest relative), and the residual
 certifies it: a right set leaves rounding, a set with one wrong token thousands of times as much.
-Of a rotary model, whose inputs say nothing of positions, sentences grow from their beginnings
+In a rotary model, whose inputs do not depend on positions, sentences grow from their beginnings
 (`prefix_tree`).
 
-Of a mask, or pruning, rows are completed first (`completion`). Where too few rows of queries and
-keys are, the last block groups the pairs (`paired_texts`).
+After a mask or pruning, rows are completed first (`completion`). If too few rows of queries and
+keys can be completed, the last block groups the pairs (`paired_texts`).
 
 The sentences that the model's own gradient confirms (`certificate`) are subtracted from the update,
 and the rest is read anew: tokens that two sentences shared become seeds. Batch size, lengths and
@@ -65,11 +65,11 @@ _TRIES = 2
 """How often all seeds are tried before the rest of an update is given up."""
 
 _RUNS = (1, 2, 8)
-"""Tokens in a row whose gradient is a mixture that a tree of prefixes steps over: a longer run is
-tried where shorter ones leave nothing to prove."""
+"""Lengths of the runs that a tree of prefixes steps over, of tokens whose gradient is a mixture: a
+longer run is tried if shorter ones leave nothing to prove."""
 
 _NOISY_SEEDS = 4
-"""Seeds for each text of the batch that are read where noise leaves no sentence certain."""
+"""Seeds for each text of the batch that are read if noise leaves no sentence certain."""
 
 _TOGETHER = 32
 """Seeds that a GPU reads side by side; a CPU gains more from skipping explained seeds."""
@@ -94,7 +94,7 @@ class Keyspan(OneByOne):
         if setting.num_layers < 2:
             return "needs 2 layers, and the model has 1: choose another model.name"
         family = setting.family
-        # Of a rotary model the tree grows by queries; keys only end it.
+        # In a rotary model the tree grows by queries; keys only end it.
         names = family.attention_parameters(0)[: 1 if family.position_embedding is None else 2]
         if not setting.shared.intersection(names):
             return (
@@ -106,9 +106,9 @@ class Keyspan(OneByOne):
     def reads(self, setting: AttackSetting) -> frozenset[str]:
         """Reads the first attention layer, and the classifier, which gives labels.
 
-        Of a rotary model also the word embedding: without positions its rows are the token bag.
-        With positions both embeddings: their rows are words and places where dropout hides them.
-        Of a classifier also the last block, which groups words where pruning hides queries.
+        In a rotary model also the word embedding: without positions its rows are the token bag.
+        With positions both embeddings: if dropout hides words and places, their rows show them. In
+        a classifier also the last block, which groups words if pruning hides queries.
         """
         family = setting.family
         places = () if family.position_embedding is None else (family.position_embedding,)
@@ -214,7 +214,7 @@ class Keyspan(OneByOne):
         clock: Clock,
         tell: OnJudged,
     ) -> list[Judged]:
-        """Returns texts of the pairs of a batch, if the last block tells them."""
+        """Returns texts of the pairs of a batch, if the last block groups them."""
         size = seen.update.num_examples
         if model.task != CLASSIFICATION or size == 1 or not atoms.span.exact:
             return []
@@ -272,10 +272,10 @@ def read_sentences(
         seeds: Indices of the bag.
         width: Of the beam.
         clock: Ends with the seed that is being read, and with the sets that it has.
-        tell: Is told how many seeds are explained, of how many, and each new sentence.
+        tell: Called with the number of seeds explained, the number of all, and each new sentence.
     """
     if seeds and len(atoms.token_A) == atoms.positions and atoms.span.exact:
-        # One token for each position: the span alone tells the only sentence, however long.
+        # One token for each position: the span alone gives the only sentence, however long.
         ids = atoms.ids(torch.arange(atoms.positions, device=atoms.token_A.device))
         excess, rejected = atoms.bag.worst_accepted, atoms.bag.best_rejected
         return [Spanned(ids=ids, excess=excess, rejected=rejected, seed=seeds[0])], []
@@ -357,7 +357,7 @@ def _counted(
 def _at_seed(
     atoms: Targets, model: LanguageModel, gradients: Mapping[str, Tensor], seed: int
 ) -> Tensor:
-    """Returns a gradient's coefficient of one token [H, K], as the targets are."""
+    """Returns a gradient's coefficient of one token [H, K], in the form of the targets."""
     by_side = model.family.projections(gradients, 0)
     inverse_D = atoms.bag.inverse_DM[:, seed]
     sides = [by_side[side].double() @ inverse_D for side in ("query", "key") if side in by_side]
@@ -365,7 +365,7 @@ def _at_seed(
 
 
 def _reading_of(dropped: DroppedBatch, width: int, *, time_up: bool) -> Reading:
-    """Returns what was read of a batch with dropout, of which no gradient can be recomputed."""
+    """Returns what was read from a batch with dropout, whose gradient cannot be recomputed."""
     texts, tokens = dropped.texts, dropped.tokens
     answer = recovered(
         texts,

@@ -1,10 +1,10 @@
-"""Paired texts: which of the pairs of a batch belong together, told by the span of pooled inputs.
+"""Paired texts: which of the pairs of a batch belong together, by the span of pooled inputs.
 
-Which word stands where in a batch, the span of the first layer's inputs tells (`atoms`). `keyspan`
-groups these pairs by the gradients at queries and keys. Where pruning left too few of these, the
-last block groups them: a text of the batch leaves nothing outside the span of what reaches the loss
-(`pooled_span`). A text of one word for each place is climbed, one word at a time, from random
-words, those that no text has yet before others, until nothing is left of it, or nothing helps.
+The span of the first layer's inputs shows which word stands where in a batch (`atoms`). `keyspan`
+groups these pairs by the gradients at queries and keys. If pruning left too few of these gradients,
+the last block groups the pairs: a text of the batch leaves nothing outside the span of what reaches
+the loss (`pooled_span`). A climb begins at random words, one for each place, preferably words that
+no text has yet. It changes one word at a time, until nothing is left outside, or nothing helps.
 
 Limits: pairs must be few at each place, or climbs are long.
 """
@@ -34,11 +34,11 @@ def read_pairs(
 
     Args:
         atoms: The pairs.
-        span: Tells texts of the batch from others.
+        span: Distinguishes texts of the batch from others.
         size: Texts of the batch.
         rng: For starts.
         clock: Ends after a climb.
-        tell: Is told how many texts there are, of how many, and the last.
+        tell: Called with the number of texts found, the number of all, and the last text.
     """
     slots, marks = _slots(atoms), {atoms.first, atoms.last}
     inner = [[token for token in tokens if token not in marks] for tokens in slots]

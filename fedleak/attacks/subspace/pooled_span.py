@@ -10,19 +10,19 @@ neither its label nor its share of the update matters.
 s (mn)^(1/4). Then G has the singular value b with `b^2 = (a^2 + m s^2)(a^2 + n s^2) / a^2`, and the
 cosine of its right singular vector with that of S is
 `cos^2 = (a^4 - m n s^4) / (a^2 (a^2 + n s^2))` (Benaych-Georges and Nadakuditi 2012, section 3.1).
-So of a text of the batch |x|^2 - sum (v_i x)^2, which it leaves outside of the r vectors v_i that
-are seen, is u times a chi-square of n - r, with u = sum (v_i x)^2 tan_i^2 / (n - r).
+So for a text of the batch, |x|^2 - sum (v_i x)^2, its part outside of the r vectors v_i that are
+seen, is u times a chi-square of n - r, with u = sum (v_i x)^2 tan_i^2 / (n - r).
 
 **Score.** Let E be what is left less u (n - r). What wrong words leave is no noise: if it is
 Gaussian of unknown size in k directions, its log probability is -k/2 log E. So a weight adds
 `-k/2 log(E + (k + 3 sqrt(2 (n - r))) u)`. The better a text is determined, the more it scores.
 
-**A mask, or pruning** leaves a part of G as it was, which determines a matrix of so small a rank:
-alternating least squares (Jain, Netrapalli and Sanghavi 2013) of the rows and columns of which
-enough numbers came. It is known to be right by the numbers that it was not needed for.
+**A mask, or pruning** leaves a part of G as it was. That part determines a matrix of so small a
+rank, by alternating least squares (Jain, Netrapalli and Sanghavi 2013) over the rows and columns of
+which enough numbers came. More numbers came than the fit needs, and these check it.
 
-Limits: one gradient of a classifier, no dropout. Of B texts only as many directions as stand out
-of the noise are seen: a text that points elsewhere is not told.
+Limits: one gradient of a classifier, no dropout. Of the directions of B texts only those that stand
+out of the noise are seen: a text that points elsewhere is not recognised.
 
 Shapes: N texts, T tokens, D hidden size, V words, n inputs of a weight and m outputs, R directions.
 """
@@ -47,7 +47,7 @@ SIGMAS = 3.0
 """Standard deviations by which a chi-square may miss what is expected."""
 
 _CLEAR = 1.02
-"""Times what the noise alone has, as a singular value of a direction that is seen."""
+"""A direction is seen if its singular value is this many times the largest of noise alone."""
 
 _FEWEST = 2
 """Directions below which a weight says nothing: one is shared by all texts of a language."""
@@ -59,13 +59,13 @@ _AT_ONCE = 32
 """Texts of a forward pass."""
 
 _SPARE = 4
-"""Numbers of a row or a column, beyond two for each text, of which a part came."""
+"""Numbers beyond two for each text that must have come of a row or a column."""
 
 _STEPS, _RIGHT = 100, 1e-6
 """Steps of alternating least squares at most, and what a right matrix leaves, as a share."""
 
 _ANGLE = 2e-4
-"""By which directions of such a matrix are off, at most: rounding, amplified by what is missing."""
+"""Angle by which directions of such a matrix are off, at most: rounding, amplified by its gaps."""
 
 _RIDGE = 1e-14
 """Added to equations, in units of their diagonal, so that dependent ones have a solution."""
@@ -89,7 +89,7 @@ class Directions(NamedTuple):
     Attributes:
         vector_RX: Right singular vectors.
         tangent_R: The squared tangent of the angle by which noise turned each.
-        told_X: 1 for the numbers of an input that are told, 0 for others.
+        told_X: 1 for the numbers of an input that are known, 0 for others.
     """
 
     vector_RX: Tensor
@@ -117,11 +117,11 @@ def directions(gradient_YX: Tensor, noise: float, most: int) -> Directions:
 
 
 def completed_directions(sent_YX: Tensor, texts: int) -> Directions | None:
-    """Returns the directions of a gradient of which a part came; None if that does not tell them.
+    """Returns the directions of a gradient of which a part came; None if they are not determined.
 
     Args:
-        sent_YX: What came of a weight's gradient, outputs first.
-        texts: Of the batch, which is its rank.
+        sent_YX: The part of a weight's gradient that came, outputs first.
+        texts: The number of texts in the batch, which is the gradient's rank.
     """
     fewest = 2 * texts + _SPARE
     rows_YX = sent_YX.double()[(sent_YX != 0).sum(1) >= fewest]
@@ -152,7 +152,7 @@ def _fitted(part_YX: Tensor, came_YX: Tensor, right_XB: Tensor) -> Tensor:
 
 
 class PooledSpan:
-    """Tells texts of a batch from others.
+    """Distinguishes texts of a batch from others.
 
     Args:
         model: At the broadcast weights.
@@ -187,7 +187,7 @@ class PooledSpan:
         return bool(self._parts)
 
     def of(self, texts: Sequence[Ids]) -> list[Fit]:
-        """Returns how well texts fit: all alike where nothing is seen."""
+        """Returns how well texts fit: all alike if nothing is seen."""
         if not self:
             return [Fit(0.0, 0.0)] * len(texts)
         new = sorted({*texts} - self._known.keys(), key=lambda ids: (len(ids), ids))

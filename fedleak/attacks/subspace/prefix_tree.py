@@ -1,8 +1,8 @@
 """Sentences of a rotary model from its first layer alone, grown from their beginnings.
 
 A rotary layer's input depends on the token alone, `x_v = token_v / sigma_v`, so least squares over
-the distinct tokens splits the gradient of W_Q into one sum for each token: of `dq_i`, turned back
-to position 0, over its places i. In causal attention
+the distinct tokens splits the gradient of W_Q into one sum for each token: the sum over its places
+i of `dq_i`, turned back to position 0. In causal attention
 
     dq_i = sum_(j <= i) dS_ij R_(j - i) k_j / sqrt(K)      in every head,
 
@@ -13,8 +13,8 @@ prefix P (it occurs once, or only in equal beginnings), so does the sum of their
     v follows P   <=>   dq_v lies in the span of {R_(j - |P|) k_j: j in P} and k_v
 
 is a test of H (K - |P| - 1) equations: a right token leaves rounding. So the prefixes of a batch
-grow as a tree. That needs room for the distinct tokens (fewer than the hidden size), and none for
-the number of tokens or of texts. A text stays shorter than a head is wide.
+grow as a tree. The distinct tokens must be fewer than the hidden size; the numbers of tokens and of
+texts do not matter. A text stays shorter than a head is wide.
 
 A token with several prefixes passes nowhere. It is stepped over: a run of such tokens between a
 prefix and the next token that passes belongs to the span, and all runs are tried. After the last
@@ -22,9 +22,9 @@ token that passes the same holds for keys,
 
     dk_j = sum_(i >= j) dS_ij R_(i - j) q_i / sqrt(K),
 
-so that the tokens that are left behind it are found likewise; if its own query is enough, it is the
-last. Where heads share keys, a key's gradient has the queries of all of them in its span. What is
-proved is taken out of the update (`keyspan`): repeated tokens then have fewer prefixes.
+so the tokens behind it are found likewise; if its own query is enough, it is the last token. Where
+heads share keys, a key's gradient has the queries of all of them in its span. What is proved is
+taken out of the update (`keyspan`): repeated tokens then have fewer prefixes.
 
 Shapes: N tokens of the bag, U of them that are sought, R that may stand between, H heads of
 queries, G of keys, S heads of queries that share one of keys, K head size, D hidden size, O
@@ -50,13 +50,13 @@ from fedleak.models import LanguageModel
 from fedleak.models.family import FirstBlock
 
 _HEARD = ACCEPT**2
-"""How many times its noise a gradient must be, or it may be none."""
+"""How many times its noise a gradient must be: a smaller one may be noise alone."""
 
 _CLEAR = 300.0
-"""Likewise, or it lies in wrong spans, too: these leave a thirtieth of it at the least."""
+"""Likewise: a smaller one lies in wrong spans, too, which leave a thirtieth of it at the least."""
 
 _LEFT = 10 * SUBTRACTED
-"""Share of a token's gradient below which it is no more in what is left of an update."""
+"""Share of a token's gradient below which the token is no longer in the rest of an update."""
 
 _SIDE_BY_SIDE = 32
 """Runs that grow side by side."""
@@ -65,7 +65,7 @@ _FREE = 2
 """Dimensions of each head that a span must leave, or it says nothing."""
 
 _TRIED = 2
-"""Longest run of which all are tried."""
+"""Length of a run up to which all runs are tried."""
 
 LONGEST_TAIL = 4
 """Tokens behind the last one that passes, at most."""
@@ -114,9 +114,9 @@ class Prefixes(Targets):
         x_ND: The attention input of each token of the bag.
         block: The first block.
         begin: The mark that begins every sentence, as an index of the bag; None: there is none.
-        query, key: The gradients; those at keys may not be sent.
-        first_N: Which tokens begin a sentence, for their query alone has no gradient: it attends
-            to itself, whatever it is.
+        query, key: The gradients; None if those at keys were not sent.
+        first_N: Which tokens begin a sentence. Such a token attends to itself alone, so only its
+            query has no gradient.
         present_N: Which tokens are in what is left of the update.
     """
 
@@ -134,7 +134,7 @@ class Prefixes(Targets):
         if offset not in self._turned:
             offset_N = torch.full((len(self.x_ND),), offset, device=self.x_ND.device)
             q_NHK, k_NHK, _ = self.block.project(self.x_ND, offset_N)
-            # Of rows that are not told no token explains anything.
+            # No token explains anything in rows that did not come.
             told_HK = self.query.target_NGK.any(0)
             told_GK = told_HK if self.key is None else self.key.target_NGK.any(0)
             shared = q_NHK.shape[1] // len(told_GK)
@@ -162,7 +162,7 @@ class Fit(NamedTuple):
     """The best places of tokens that are sought.
 
     Attributes:
-        excess_U: Of the best.
+        excess_U: Of the best place.
         second_U: The smallest excess in another place.
         path: Of each token, the prefix and the run before it, as indices of the bag.
     """
@@ -307,7 +307,7 @@ def read_tree(
         prefixes: What the tree is grown from.
         longest_run: Tokens between two that pass, at most.
         clock: Ends with the prefixes that are being extended.
-        tell: Is told how many tokens have passed, of how many, and each new sentence.
+        tell: Called with the number of tokens passed, the number of all, and each new sentence.
     """
     nodes, loose_R = grow(prefixes, longest_run, clock)
     inner = {node.path[:length] for node in nodes for length in range(1, len(node.path))}
@@ -331,7 +331,7 @@ def read_tree(
 def grow(prefixes: Prefixes, longest_run: int, clock: Clock) -> tuple[list[Node], Tensor]:
     """Returns the tokens that follow one prefix, and the others [R], as indices of the bag.
 
-    Each prefix is extended by a token, and only where no prefix can be, by a longer run.
+    Each prefix is extended by a token, and by a longer run only if no prefix can be extended.
     """
     first = prefixes.first_N.nonzero().flatten().tolist()
     if prefixes.begin is not None:
@@ -470,8 +470,8 @@ def _all_runs(
 def tails(prefixes: Prefixes, seed: int, loose_R: Tensor) -> list[Filled]:
     """Returns what follows the last token that passed.
 
-    It is none where its own query explains the gradient at its key. If no tail does, it is the
-    nearest; without that gradient, all that may be.
+    Nothing follows if the token's own query explains the gradient at its key. If no tail explains
+    it, the nearest tail follows. Without that gradient, any tail of at most one token may.
     """
     side = prefixes.key
     if side is None:
@@ -504,8 +504,8 @@ def filled(
 
     Args:
         side: The gradients.
-        seed: The token at whose gradient it is.
-        basis_GKM: Orthonormal, of what is known to be in the span.
+        seed: The token whose gradient is explained.
+        basis_GKM: Orthonormal basis of the known part of the span.
         places: What each token adds to the span in each place [R, G, K, S].
         loose_R: Tokens that may stand there, as indices of the bag.
     """

@@ -131,8 +131,8 @@ class ProjectedSpan(Span):
     """The row space of the gradient of an adapter's second matrix B, while B is zero.
 
     An adapter adds B A x to W x, so that the gradient of B is the sum of g (A x)^T: its rows are
-    combinations of A x, of which A is known. That of A, B^T g x^T, is zero with B. The basis has as
-    many dimensions as A has rows, so that tokens of the batch must be fewer than these.
+    combinations of A x, of which A is known. The gradient of A, B^T g x^T, is zero because B is.
+    The basis has as many dimensions as A has rows, so the batch must have fewer tokens than that.
 
     Attributes:
         first_ID: A.
@@ -166,11 +166,11 @@ def row_space(
     Each gradient counts with unit norm, and the rank is where the spectrum falls most steeply
     into float32 rounding. Without such a fall there is noise, or there are as many tokens as
     dimensions: each gradient then counts in units of its own noise, and the rank is the number of
-    singular values that noise alone would not reach. None, if that leaves nothing over.
+    singular values that noise alone would not reach. None if that leaves no directions over.
 
     Args:
         gradients_OD: Of matrices with the same input.
-        rounding: Relative size of their rounding, where it is more than float32's own.
+        rounding: Relative size of their rounding, if it is more than float32's own.
         spare: Directions that must be left over.
     """
     rounding = max(rounding, _FLOAT32)
@@ -229,7 +229,7 @@ def _projected(
 ) -> ProjectedSpan | None:
     """Returns the span of A x of a layer's attention inputs; None if no adapter of values has one.
 
-    The first token has no gradient at its query, for it attends to itself, whatever it is.
+    The first token has no gradient at its query, because it attends to itself alone.
     """
     *_, value = model.family.attention_parameters(layer)
     gradient_OI = gradients.get(lora_b(value))

@@ -1,26 +1,26 @@
 """State pursuit: texts of a decoder, token after token, by how much of an update they explain.
 
-In next-token training the gradient of a text is the sum over its tokens of that of
+In next-token training the gradient of a text is the sum over its tokens of the gradients of
 -log p(token | tokens before), which no later token changes. So a right prefix explains its part of
 an update, and texts grow token by token, as in orthogonal matching pursuit (Pati et al. 1993). That
-needs no span, so that it works with adapters, which have fewer rows than a batch has tokens, and
-after Adam, whose first step leaves little more than signs: signs of Gaussian numbers still point
-along them (Bussgang 1952).
+needs no span, so it works with adapters, which have fewer rows than a batch has tokens, and after
+Adam, whose first step leaves little more than signs: signs of Gaussian numbers still point along
+them (Bussgang 1952).
 
-- **Units.** In a linear layer a token's gradient is d x^T, of what comes in and of the gradient of
-  what goes out. The model itself writes texts, whose d and x say which directions are common. Both
-  sides are whitened by them, so that numbers of a gradient count alike (K-FAC, Martens and Grosse
-  2015). What Adam divided by is put back first, as far as those texts tell it.
+- **Units.** In a linear layer a token's gradient is d x^T, with the input x and the gradient d at
+  the output. The model itself writes texts, whose d and x show which directions are common. They
+  whiten both sides, so that numbers of a gradient count alike (K-FAC, Martens and Grosse 2015).
+  Adam's divisor is multiplied back first, as far as those texts give it.
 - **Score.** Explaining a share e of the square of an update is -log(1 - e) / 2 nats for each number
   that counts as independent. The log probability that the model gives a text is added.
 - **Search.** A beam of prefixes. Next tokens are tried by their log probability, by how much
   likelier a step along the update makes them, and by what their rows of the embedding explain in
   the first layer. The end of a text is a token, too.
 - **Mending.** Single changes anywhere in a text, as long as one explains more.
-- **Batches.** Each text is sought, and mended, beside those that are there.
+- **Batches.** Each text is sought, and mended, beside the texts that were found.
 
-Nothing of this is a proof. Making the client's steps again (`replay`), or recomputing the
-gradient, is one.
+None of this is a proof: that takes making the client's steps again (`replay`), or recomputing the
+gradient.
 
 Shapes: N texts or prefixes, J next tokens, V vocabulary, D hidden size, T tokens, O outputs and I
 inputs of a layer, A rows.
@@ -47,7 +47,7 @@ from fedleak.training.observation import Observation
 from fedleak.training.recipe import copied_parameters
 
 _OWN_TEXTS, _OWN_TOKENS = 48, 16
-"""Texts that the model writes, and tokens of each, which say what gradients are like."""
+"""Texts that the model writes, and tokens of each, which show what gradients are like."""
 
 _RIDGE = 0.3
 """Of the mean variance, added to each direction before it is whitened."""
@@ -59,10 +59,10 @@ _FIRST, _TRIED = 512, 48
 """Next tokens that are tried behind the beginning, and behind each prefix."""
 
 _EARLY = 192
-"""Prefixes that are kept, times the square of their tokens, where they are short."""
+"""Prefixes that are kept, times the square of their number of tokens, while they are short."""
 
 _ROWS, _TABLE = 16, 0.15
-"""Rows of the first layer that count, at most; what a nat of them counts among the next tokens."""
+"""Rows of the first layer that count, at most; the weight of their nats among the next tokens."""
 
 _STALE, _BEGUN = 2, 8
 """Tokens by which the beam grows without a better text before the search ends; tokens from which on
@@ -72,7 +72,7 @@ _FAR = 0.003
 """How far weights move along an update, as a share of their norm, to see what it makes likelier."""
 
 _CHANGES = 8
-"""Tokens with which a text is looked at in each place."""
+"""Tokens that are tried at each place of a text."""
 
 _NEVER = -1e4
 """Log probability of a token that stands in no text."""
@@ -81,20 +81,20 @@ _AT_ONCE = 512
 """Tokens that go through the model together."""
 
 _SMALL, _ALL = 1e-12, 1 - 1e-6
-"""Added where a norm may be zero; share from which on all is explained."""
+"""Added to norms that may be zero; the share from which on all is explained."""
 
 _LORA_A, _LORA_B = lora_a(""), lora_b("")
 """Ends of the names of an adapter's matrices."""
 
 
 class Layer(NamedTuple):
-    """A weight of which an update says something.
+    """A weight that an update changes.
 
     Attributes:
         module: What multiplies by it.
         sent_OI: The gradient that the update stands for, whitened.
-        out_OO: What gradients of outputs are multiplied by, from the right, to be whitened.
-        in_II: Likewise inputs.
+        out_OO: The matrix that whitens gradients of outputs, multiplied from the right.
+        in_II: Likewise for inputs.
     """
 
     module: nn.Module
@@ -186,7 +186,7 @@ class StatePursuit(OneByOne):
 
 
 class _Update:
-    """An update, and what gradients of single texts are beside it.
+    """An update, and how well gradients of single texts explain it.
 
     Attributes:
         layers: The attention weights that it changes, with their adapters.
@@ -224,7 +224,7 @@ class _Update:
             rows_OI = gradient_OI @ in_II
             layer = Layer(module, out_OO.T @ rows_OI, out_OO, in_II)
             self.layers.append(layer)
-            if not name.endswith(_LORA_A):  # which says little of what comes out
+            if not name.endswith(_LORA_A):  # which says little about outputs
                 along_OI = out_OO @ layer.sent_OI @ in_II.T
                 along[name] = along_OI.T if turned else along_OI
             if name in states:
@@ -243,8 +243,8 @@ class _Update:
         """Returns what speaks for each next token [N, T, V], in nats, before its gradient is known.
 
         Training makes likelier what it has seen: contrastive decoding (Li et al. 2023) of the
-        models before and after a step along the update. What that adds to a log probability counts
-        in its deviations over all tokens.
+        models before and after a step along the update. What the step adds to a log probability
+        counts in its standard deviations over all tokens.
         """
         ids_NT = torch.tensor(texts, device=self._model.device)
         before_NTV = _log_probabilities(self._model, ids_NT, last)
@@ -268,7 +268,7 @@ class _Update:
         with _listening([layer.module for layer in self.layers]) as heard, torch.enable_grad():
             outer: Any = self._model.module
             hidden_NTD = outer.base_model(input_ids=ids_NT[:, :-1]).last_hidden_state
-            # As one matrix: of several a product with each is computed, which takes longer.
+            # As one matrix: with several, a product with each is computed, which takes longer.
             logits_MV = outer.get_output_embeddings()(hidden_NTD[:, since - 1 :].flatten(0, 1))
             loss_M = F.cross_entropy(
                 logits_MV.float(), ids_NT[:, since:].flatten(), reduction="none"
@@ -322,7 +322,7 @@ class _Search:
     def best(self, width: int, clock: Clock) -> tuple[int, ...]:
         """Returns the text of the best score that a beam finds, closed."""
         table_V = self._update.table_V
-        # Without a token that begins all texts the first is no target: nothing is known of it.
+        # If no token begins all texts, the first token is no target, and nothing is known of it.
         unknown: list[tuple[int, ...]] = [(i,) for i in table_V.topk(_EARLY).indices.tolist()]
         beam = self._begun([self._first] if self._first else unknown)
         ended, most, stale = dict[tuple[int, ...], float](), -math.inf, 0
@@ -345,8 +345,8 @@ class _Search:
             if given_up or len(texts[0]) >= self._longest or clock.up():
                 return max(ended, key=ended.__getitem__)
             scores_N[::per_prefix] = -math.inf
-            # What a token is to those behind it is not in its own gradient, so half of the prefixes
-            # are those that its row of the embedding speaks for.
+            # A token's own gradient does not contain its effect on later tokens, so half of the
+            # prefixes are those that the embedding's row of their last token supports.
             last_N = torch.tensor([ids[-1] for ids in texts], device=table_V.device)
             count = max(width, _EARLY // len(texts[0]) ** 2)
             ranks = (scores_N, scores_N + _TABLE * table_V[last_N])
@@ -404,13 +404,13 @@ class _Search:
     ) -> Tensor:
         """Returns the nats that texts explain beside the others, and their log probability [N].
 
-        Those that time does not reach have a score below all others.
+        Texts that time does not reach have a score below all others.
 
         Args:
             texts: Each goes on where a prefix ends.
             beam: The prefixes.
             rows_N: Which of them each text begins with.
-            clock: Looked at between parts of them, of which the first is always scored.
+            clock: Read between parts of the texts; the first part is always scored.
         """
         size = max(1, _AT_ONCE // max(map(len, texts)))
         scores_N = beam.prior_N.new_full((len(texts),), -math.inf)
@@ -422,7 +422,7 @@ class _Search:
 
 
 def _times(rows_NTX: Tensor, matrix_XX: Tensor) -> Tensor:
-    """Returns a product with a matrix, as one of matrices: several times faster."""
+    """Returns rows times a matrix, as a product of two matrices: several times faster."""
     return (rows_NTX.flatten(0, 1) @ matrix_XX).view(rows_NTX.shape)
 
 
@@ -507,7 +507,7 @@ def _table_nats(model: LanguageModel, rows_AD: Tensor, whiten_DD: Tensor) -> Ten
 
 
 def _log_probabilities(model: LanguageModel, ids_NT: Tensor, last: bool = False) -> Tensor:
-    """Returns the log probability [N, T, V] of each next token; of special ones hardly any."""
+    """Returns the log probability [N, T, V] of each next token; special tokens have almost none."""
     outer: Any = model.module
     hidden_NTD = outer.base_model(input_ids=ids_NT).last_hidden_state
     logits_NTV: Tensor = outer.get_output_embeddings()(hidden_NTD[:, -1:] if last else hidden_NTD)
@@ -528,7 +528,7 @@ def _unsaid(model: LanguageModel) -> list[int]:
 
 
 def _later(seen: Observation) -> str:
-    """Returns what is lacking of an update of several steps of Adam, as the end of a sentence."""
+    """Returns what an update of several steps of Adam lacks, as the end of a sentence."""
     known, steps = seen.knowledge, seen.knowledge.local_steps or 1
     if steps == 1 or known.recipe is None or known.recipe.optimiser == "sgd":
         return ""

@@ -52,7 +52,7 @@ class TokenBag:
 
     Attributes:
         tokens_N: Token ids in rising order.
-        positions: Length of the longest sequence; 0 where inputs have no position in them.
+        positions: Length of the longest sequence; 0 if inputs have no position in them.
         basis_MD: The directions of tokens, positions and constant, float64.
         worst_accepted: Largest excess of an accepted token.
         best_rejected: Smallest excess of a rejected token.
@@ -96,7 +96,7 @@ def read_token_bag(
     """Returns the token bag of the batch whose gradients span `span`, None beyond the budget.
 
     The number of positions is not known. It is first a number with which tokens and positions
-    explain all of the span, and then the last position in the span of the gradients and the tokens.
+    explain all of the span, then that of the last position in the span of gradients and tokens.
 
     Args:
         directions: Of all tokens and positions.
@@ -113,7 +113,7 @@ def read_token_bag(
         inner = span.beside(known_MD) if len(known_MD) else span
         over = inner.rank + len(known_MD) + SPARE - span.width
         if over > 0:
-            # As many positions as do fit beside the tokens are next.
+            # The next try is as many positions as fit beside the tokens.
             guesses[:0] = {positions - over}.intersection(range(1, positions)) - tried
             continue
         tokens_N, accepted, rejected = _tokens(directions, among_N, known_MD, inner, rng)
