@@ -70,8 +70,7 @@ class Comparison(Record):
             honest.
         settings: By key the values that differ between the experiments; null: left out.
         differences: One for each figure that both runs have.
-        means: The figures of both, if they have no text in common because batches were drawn
-            otherwise.
+        means: The figures of both, if other batches were drawn and no text is in both.
         correction: The method that corrects the p of all differences that are shown together.
         tests: The number of these differences.
     """

@@ -1,10 +1,9 @@
 """The positive control: what the same attacks read of undefended copies of the same batches.
 
-A run in which attacks read little shows something only if these attacks can read. A copy is the
-plain gradient of all trained parameters, at the model that a client was sent, on texts that the
-client trained on in that round: no defense, no local steps, no dropout, in float32. The audit makes
-it from the vault; the attack gets an observation of it as of any update, and only the facts that
-the run grants it.
+That attacks read little shows something only if they can read. A copy is the plain gradient of all
+trained parameters, at the model that a client was sent, on texts that the client trained on in that
+round: no defense, no local steps, no dropout, in float32. The audit makes it from the vault; the
+attack gets an observation of it as of any update, and only the facts that the run grants it.
 
 The copies are captures of a second run, in a folder of the run.
 """

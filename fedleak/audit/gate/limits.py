@@ -96,8 +96,7 @@ class Case(NamedTuple):
     """A worst case that the limits hold for.
 
     Attributes:
-        prefix: What the attacker is told, to begin a sentence about the case; empty without a
-            ladder.
+        prefix: What the attacker is told, to begin a sentence on the case; empty without a ladder.
         attacks: Names of the attacks whose rows it is over; None: all attacks.
         worst: The figures; None: no attack gave an answer.
     """
@@ -110,8 +109,7 @@ class Case(NamedTuple):
 def worst_cases(summary: RunSummary) -> list[Case]:
     """Returns the worst case of the run, or one for each rung of the ladder.
 
-    An attack need not use a fact that it is told, so the rung with all facts is not always the
-    highest.
+    An attack need not use a fact that it is told, so the rung with all facts may not be highest.
     """
     if summary.ladder is None:
         return [Case("", None, summary.worst_case)]
@@ -153,7 +151,7 @@ def _highest(
 ) -> Check:
     """Compares the highest upper end of an interval with a limit.
 
-    A figure above the limit exceeds it even if another figure is not known.
+    If a figure exceeds the limit, the check fails even if another figure is not known.
     """
     prefix, highest = max(figures, key=lambda figure: figure[1].high, default=("", None))
     if highest is None or (lacks and highest.high <= limit):

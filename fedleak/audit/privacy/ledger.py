@@ -221,8 +221,7 @@ def _ledger_row(key: Key, spent: Spent, accountant: str) -> LedgerRow:
 def guarantee(rows: Sequence[LedgerRow]) -> Guarantee | None:
     """Returns the guarantee that holds for every client after its last round.
 
-    It is the weakest over clients. If a client has one for its examples and one for itself, the
-    stronger counts.
+    It is the weakest one. A client with one for its examples and one for itself has the stronger.
     """
     last = {(row.client, row.unit): row for row in rows}
 

@@ -1,11 +1,10 @@
 """How well an attack tells which texts were in an update, and the epsilon that follows from it.
 
 A row has the scores of a list of texts, and which of them were in. A text that a client is asked
-about in several rounds counts with the mean of its scores. These give for each score:
+about in several rounds counts with the mean of its scores. These means give for each score:
 
-- the ROC curve: the share of the texts that were in and score above a threshold, against the same
-  share of the other texts. Its points at 1 % and 0.1 % (Carlini et al. 2022) need enough other
-  texts;
+- the ROC curve: the share of the texts that were in and score above a threshold, against the share
+  of the other texts above it. Its points at 1 % and 0.1 % (Carlini et al. 2022) need enough others;
 - the area under it (AUC), for texts of the same client: the chance that a text that was in scores
   higher than a text that was not. 0.5 is chance, 1 is certainty;
 - a lower bound on epsilon (`lower_bounds.epsilon_delta_bound`) for replacing one text by another.
@@ -46,8 +45,7 @@ CONFIDENCE = 0.95
 """The confidence with which the bounds of all attacks and scores hold."""
 
 ANNOUNCED_MU = 3.0
-"""How far apart the two texts of a pair are expected to score: this decides how many pairs are
-guessed."""
+"""How far apart the two texts of a pair should score: it decides how many pairs are guessed."""
 
 ONE_PERCENT, A_TENTH_PERCENT = 0.01, 0.001
 ACCUSED = (A_TENTH_PERCENT, ONE_PERCENT, 0.02, *(step / 20 for step in range(1, 20)))

@@ -23,8 +23,7 @@ NUMBERED_UP_TO = 130
 """The most cells of a heat map that show numbers; numbers of more cells would overlap."""
 
 MOST_CELLS = 60
-"""The most cells on a side of a heat map; if there are more clients or rounds, a cell is the mean
-of several."""
+"""The most cells on a side of a heat map; with more clients or rounds, a cell averages several."""
 
 SHADES = ("#d5dbe2", "#e58a6d", "#b3261e")
 """Colours for nothing read, half and all."""

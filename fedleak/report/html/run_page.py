@@ -211,7 +211,7 @@ def _training_tables(utility: Sequence[Utility], summary: RunSummary) -> list[Ta
 
 
 def _texts(scored: Sequence[Scored]) -> list[PrivateText]:
-    """Returns each private text of an update with named sequences, with all answers, worst first."""
+    """Returns each private text of updates with named sequences, with all answers, worst first."""
     truths: dict[tuple[Key, int], str] = {}
     answers: dict[tuple[Key, int], list[TextAnswer]] = {}
     for scored_answer in scored:

@@ -105,7 +105,7 @@ def _servers(collected: SweepSummary) -> list[str]:
 
 
 def _areas(collected: SweepSummary) -> dict[str, str | None]:
-    """Returns scores whose areas are shown, by heading; None: the score that an attack names first."""
+    """Returns the scores whose areas are shown, by heading; None: an attack's first score."""
     members = [cell.membership for cell in collected.cells if cell.membership is not None]
     areas: dict[str, str | None] = {"who was in, AUC": None} if members else {}
     if any(figures.score == CALIBRATED for summary in members for figures in summary.figures):
