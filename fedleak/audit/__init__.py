@@ -1,1 +1,1 @@
-"""What attacks answered against what clients held; what defenses and training are worth."""
+"""Scores attacks' answers against the truth; tests defenses; measures utility and privacy."""

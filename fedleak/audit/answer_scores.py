@@ -1,8 +1,8 @@
 """Scores one answer of an attack against what the client held.
 
-Every row says what the attacker knew and what two controls score against the same truth: the same
-attack's answer for another client's update, and held-out texts that were drawn without looking
-at any update.
+Every row has what the attacker knew and the scores of two controls against the same truth: the same
+attack's answer for another client's update, and held-out texts that were drawn without looking at
+any update.
 """
 
 from collections import Counter
@@ -29,22 +29,22 @@ REFUTED = "it claims a proof of these texts, and they are not what the client tr
 """The reason of a row whose answer is proved and not exact."""
 
 GUESSES = 10
-"""Draws of held-out texts that the guess control is the mean of."""
+"""The guess control is the mean over so many draws of held-out texts."""
 
 
 _text = lru_cache(maxsize=rouge.PAIRS)(text_of)
-"""Controls meet the same texts again and again."""
+"""Cached, because controls score the same texts many times."""
 
 
 @lru_cache(maxsize=rouge.PAIRS)
 def _content(ids: tuple[int, ...], special: frozenset[int]) -> tuple[int, ...]:
-    """Returns token ids without those that are no content."""
+    """Returns token ids without special tokens."""
     return tuple(token for token in ids if token not in special)
 
 
 @dataclass(frozen=True)
 class TextPair:
-    """A private text and what an attack made of it; None where it has no answer for it."""
+    """A private text and an attack's answer for it; None: the attack has no answer for it."""
 
     truth: str
     answer: str | None
@@ -53,7 +53,7 @@ class TextPair:
 
 @dataclass(frozen=True)
 class Scored:
-    """A row and the texts behind it; of an answer without truth there are none."""
+    """A row and its pairs of texts; an answer without truth has no pairs."""
 
     row: LeakageRow
     pairs: tuple[TextPair, ...]
@@ -76,11 +76,11 @@ class _Match(NamedTuple):
     """Answers and the texts that they are meant for, one to one, content only.
 
     Attributes:
-        answers: The answers that count, whole.
-        chosen: For each text the number of its answer; None: there is none for it.
+        answers: The answers that count, with special tokens.
+        chosen: For each text the index of its answer; None: it has no answer.
         truths, texts: Each text and its answer, in words.
-        scores: Of each text.
-        exact: Whether its tokens are those of its answer.
+        scores: The ROUGE of each text.
+        exact: Whether each text has the same tokens as its answer.
     """
 
     answers: Sequence[Sequence[int]]
@@ -123,8 +123,8 @@ def score_sequences(
 ) -> Scores:
     """Scores sequences one-to-one, content only.
 
-    Only as many answers count as there are sequences, in the attack's own order, so that more
-    answers do not buy a better score.
+    Only the attack's first answers count, as many as there are texts, so that more answers do not
+    give a better score.
     """
     match = _match(answers, truths, model)
     whole = [_text(model.tokenizer, tuple(ids), special=True) for ids in match.answers]
@@ -158,7 +158,7 @@ def score_sequences(
 def score_control(
     answers: Sequence[Sequence[int]], truths: Sequence[Sequence[int]], model: LanguageModel
 ) -> Scores:
-    """Returns of the scores of sequences those that a control has: content and tokens found."""
+    """Returns the scores of sequences that a control has: content and token recall."""
     match = _match(answers, truths, model)
     recall = score_tokens(chain(*match.answers), truths, model).recall
     return Scores(content=rouge.mean(match.scores), token_recall=recall)
@@ -167,17 +167,17 @@ def score_control(
 def counted(
     answers: Sequence[Sequence[int]], size: int, model: LanguageModel
 ) -> Sequence[Sequence[int]]:
-    """Returns the answers that count for a batch of so many texts."""
-    # Whoever wrote a run may have put a book into an answer; clients train on none.
+    """Returns the answers that count for a batch of `size` texts."""
+    # An answer in the files of a run may have any length; no text of a client is longer than this.
     longest = model.max_length
     return _each_once([ids[:longest] for ids in answers], size)[:size]
 
 
 def _each_once(answers: Sequence[Sequence[int]], size: int) -> Sequence[Sequence[int]]:
-    """Returns what is left of an answer that has every text of a batch several times over.
+    """Returns an answer without repetitions, if it has the whole batch several times over.
 
-    A client that reports twice as many texts as it has sends the same mean, and each of its texts
-    is proved to be in the batch twice.
+    If a client reports twice as many texts as it has, its mean gradient stays the same, and a proof
+    finds each text twice.
     """
     times, rest = divmod(len(answers), size)
     counts = Counter(map(tuple, answers))
@@ -255,7 +255,7 @@ def score_one(
     held_out: Sequence[Sequence[int]] = (),
     seed: int = 0,
 ) -> Scored:
-    """Scores one answer, as `scoring.score_run` scores those of a run.
+    """Scores one answer as `scoring.score_run` scores the answers of a run.
 
     Args:
         answer: What an attack answered.
@@ -263,7 +263,7 @@ def score_one(
         model: For its tokenizer; its weights are not used.
         other: The same attack's answer for the update of another client, for the first control.
         held_out: Token ids of texts that the client did not have, for the second control.
-        seed: Decides which of them are drawn.
+        seed: Decides which held-out texts are drawn.
     """
     control = Scores() if other is None else score_other(other, truth, model)
     guessed = guess(held_out, truth, model, seed)
@@ -285,7 +285,7 @@ def compared(
     recovered = answer.status == Status.RECOVERED
     scores = score_answer(answer, truth, model) if recovered else Scores()
     only_tokens = recovered and answer.sequences is None
-    # A proof covers all texts, and the truth outweighs it.
+    # A proof is about all texts; if the truth contradicts it, the truth counts.
     refuted = answer.verified and scores.exact_match != 1
     true = truth.facts(model.num_labels)
     row = unscored(answer).model_copy(
@@ -320,7 +320,7 @@ def with_personal_data(
     other: Answer | None,
     model: LanguageModel,
 ) -> Scored:
-    """Returns an answer's row with what it has of the personal data in the truth.
+    """Returns a scored answer with the personal data of the truth that the answer contains.
 
     Args:
         scored: The answer, compared with the truth.
@@ -354,8 +354,8 @@ def _named(prefix: str, scores: Rouge | None) -> dict[str, float]:
 
 
 def unscored(answer: Answer) -> LeakageRow:
-    """Returns the row of an answer that is compared with nothing: what the attack itself says."""
-    # Below 1 is a guess; null had nothing to be compared with.
+    """Returns the row of an answer that is not compared: only what the attack itself reports."""
+    # A margin below 1 is a guess; null: there was no other answer to compare with.
     margins = [m for m in answer.margins if m is not None and m >= 1]
     own = {
         "status": UNSCORED if answer.status == Status.RECOVERED else answer.status,

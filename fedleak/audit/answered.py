@@ -11,10 +11,10 @@ from fedleak.util.errors import ConfigError
 
 
 def answered(answers: Iterable[Answer], experiment: Experiment) -> set[tuple[Key, str]]:
-    """Returns what this experiment's attacks have answered already.
+    """Returns the ids of the answers that this experiment's attacks have given already.
 
     Raises:
-        ConfigError: An attack of this name answered with other settings, or was told other facts.
+        ConfigError: An attack of this name answered with other settings or other granted facts.
     """
     known = {named.name: named for named in experiment.attacks}
     answered_ids = set()
@@ -23,7 +23,7 @@ def answered(answers: Iterable[Answer], experiment: Experiment) -> set[tuple[Key
         if named is None:
             continue
         changed = difference(answer.settings, settings(named.attack))
-        # An attack that uses none of the facts answers alike, whatever is granted.
+        # Facts that an attack does not use cannot change its answer.
         before, now = (named.attack.uses & set(g) for g in (answer.granted, named.threat.knows))
         changed += difference(sorted(before), sorted(now), "threat.knows.")
         if changed:

@@ -43,7 +43,7 @@ def central(experiment: Experiment, run: Run) -> Baseline:
             one_step,
             seed=stream_seed(experiment.seed, "reference", step),
         )
-        if update.kind == UpdateKind.GRADIENT:  # else the model has made the step
+        if update.kind == UpdateKind.GRADIENT:  # else `local_update_` has moved the model
             before = model.parameters()
             total = WeightedSum({name: value.dtype for name, value in before.items()}.__getitem__)
             total.add_(update)

@@ -1,9 +1,9 @@
-"""Did a change make it worse? Two runs, text by text.
+"""Did a change make the leak worse? Compares two runs, text by text.
 
-What is compared is how much was read of a text, and how well it is told that it was there.
+It compares how much of each text was read, and how well attacks tell that the text was in.
 
-Only what is the same is paired: the same text of the same batch of the same client and round. The
-difference of a pair does not depend on how hard the text is, so it shows less than two means do.
+A pair is the same text of the same batch of the same client and round in both runs. The difference
+of a pair does not depend on how hard the text is, so it reveals smaller changes than two means do.
 """
 
 from collections import Counter, defaultdict
@@ -48,9 +48,9 @@ class Means(Record):
     """A figure of two runs that have no text in common, over all texts of each.
 
     Attributes:
-        attack: Whose; None: of the best on each text.
+        attack: The attack; None: the best attack on each text.
         figure: Its name.
-        before, after: In the earlier and in the later run; None: it has none.
+        before, after: The mean in the earlier and in the later run; None: the run has none.
     """
 
     attack: str | None = None
@@ -65,14 +65,14 @@ class Comparison(Record):
     Attributes:
         before, after: The folders.
         texts: Private texts that both runs have.
-        unpaired: Why texts of either run have no partner, and how many they are.
+        unpaired: Reasons why texts of either run have no partner, each with the number of texts.
         servers: What the malicious server of the earlier and of the later run did; None: it was
             honest.
-        settings: By key what differs between their experiments; null: left out.
-        differences: Of each figure that both have.
-        means: Where they have no text in common, because batches were drawn otherwise.
-        correction: How the p of all differences that are shown together were corrected.
-        tests: How many these are.
+        settings: By key the values that differ between the experiments; null: left out.
+        differences: One for each figure that both runs have.
+        means: The figures of both, if other batches were drawn and no text is in both.
+        correction: The method that corrects the p of all differences that are shown together.
+        tests: The number of these differences.
     """
 
     before: str
@@ -93,7 +93,7 @@ def compare(before: Run, after: Sequence[Run]) -> list[Comparison]:
     The p of all differences are corrected together, as a reader looks at all of them.
 
     Raises:
-        ConfigError: One is no run directory.
+        ConfigError: A folder is no run directory.
         FedleakError: A file is damaged, or not a single text can be paired.
     """
     comparisons = [_compare(before, run) for run in after]
@@ -162,11 +162,11 @@ def _compare(before: Run, after: Run) -> Comparison:
 def _shares_of_members(
     run: Run, keys: Collection[Key] | None = None
 ) -> dict[tuple[str, str], dict[Text, float]]:
-    """Returns how well each text that was in is told, by attack and figure.
+    """Returns by attack and figure how well each text that was in is told from the others.
 
     Args:
         run: The run directory.
-        keys: Of the updates that count; None: all of them.
+        keys: The updates that count; None: all of them.
     """
     by_attack: dict[str, list[MembershipRow]] = defaultdict(list)
     for row in run.rows(MEMBERSHIP):
@@ -215,7 +215,7 @@ def _changed(before: Experiment, after: Experiment) -> dict[str, tuple[JsonValue
 def _means(
     runs: Sequence[Run], rows: Sequence[Sequence[LeakageRow]], attacks: Sequence[str]
 ) -> Iterator[Means]:
-    """Yields what these attacks read of each run's texts, and how well who was in is told."""
+    """Yields the means of what these attacks read, and the areas of attacks on membership."""
     largest = [largest_client(run, stored(run)).texts for run in runs]
     for figure, most in FIGURES.items():
         ends = []
@@ -241,7 +241,7 @@ def _means(
 
 
 def _most_granted(names: Sequence[str], rows: Sequence[Sequence[LeakageRow]]) -> list[str]:
-    """Returns each attack once: of a ladder's rungs the one with the most facts granted."""
+    """Returns each attack once: on the rung of a ladder that grants the most facts."""
     granted = {row.attack: len(row.granted or ()) for run_rows in rows for row in run_rows}
     by_attack = {listed_as(name): name for name in sorted(names, key=lambda name: granted[name])}
     return sorted(by_attack.values())
@@ -263,7 +263,7 @@ _OTHER_TEXTS = "the batch has other texts or other tokens"
 
 
 def _drawn_otherwise(runs: Iterable[Run]) -> str:
-    """Returns why a run has other batches than its twin without a defense; or nothing."""
+    """Returns that Poisson sampling draws different batches; empty without such sampling."""
     if not any(row.sampling == "Poisson" for run in runs for row in run.rows(LEDGER)):
         return ""
     return ' (Poisson sampling drew others: dp_sgd with sampling = "fixed" keeps the batches)'

@@ -15,9 +15,9 @@ class DetectionNote(BaseModel):
     """A file in which a client noted what its detectors found in a round.
 
     Attributes:
-        hash: Of the model that it was sent.
-        refused: Whether it stayed out of the round.
-        findings: Of each detector.
+        hash: The hash of the model that the client was sent.
+        refused: Whether the client stayed out of the round.
+        findings: What each detector found.
     """
 
     hash: str
@@ -26,7 +26,7 @@ class DetectionNote(BaseModel):
 
 
 def detection_rows(run: Run, gaps: Gaps, before: Iterable[DetectionRow]) -> list[DetectionRow]:
-    """Returns the rows of detections.jsonl; those of a client whose note is gone stay."""
+    """Returns the rows of detections.jsonl; earlier rows stay if the client's note is gone."""
     notes = read_notes(run.detected, DetectionNote, gaps)
     rows = [
         DetectionRow(

@@ -1,4 +1,4 @@
-"""Means over rows with their intervals, and whether they are rates at all."""
+"""Means over rows with their intervals, and whether they are rates or only examples."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -20,10 +20,10 @@ FEW_TEXTS, FEW_CLIENTS = 20, 10
 
 
 class Largest(NamedTuple):
-    """The most that a client of the federation has in the rounds that are attacked.
+    """The most texts and updates that a client of the federation has in the attacked rounds.
 
-    What is 0 is not known. It is of all clients, as who has many texts may be read more or less
-    than others, and be missed among the few that are attacked.
+    0: not known. All clients count, attacked or not: a client with many texts may be read more or
+    less than others, and may not be among the few that are attacked.
     """
 
     texts: int = 0
@@ -56,8 +56,8 @@ def estimate(
 ) -> Estimate:
     """Returns the mean of values and the mean of clients' means, each with its interval.
 
-    The first is of a text (or update) of a client, the second of a client: it says the same where
-    all have as many, and needs nothing to be known of the sizes of others.
+    The first is over texts (or updates), the second over clients. They are equal if all clients
+    have as many, and the second needs no knowledge of the sizes of other clients.
 
     Args:
         values, clients, weights, most, largest, miss: As in `intervals.clustered_mean`.
@@ -85,7 +85,7 @@ def mean_over_clients(
         rows_and_values: Values, each with the row that it is about.
         most: The largest value that there can be; the smallest is 0.
         weights: How much each value counts; None: all alike.
-        largest: How much the values of a client can count, of any client of the federation.
+        largest: The most that the values of any client of the federation can count together.
     """
     if not rows_and_values:
         return None
@@ -98,8 +98,8 @@ def personal_data(
 ) -> PersonalData | None:
     """Returns what was read of personal data; None where there is none.
 
-    Nobody knows how much of it the other clients of a federation have, so the interval is for
-    clients that have no more than the one with the most here.
+    How much personal data the other clients of a federation have is not known, so the interval is
+    for clients that have no more of it than the client here with the most.
 
     Args:
         rows_and_items: Pieces, each with the row that it is about.
@@ -126,7 +126,7 @@ def personal_data(
 
 
 def too_few(answered: Sequence[LeakageRow]) -> str | None:
-    """Returns why the figures of these answers are examples and no rates; None if they are."""
+    """Returns why the figures of these answers are examples and no rates; None: they are rates."""
     clients, texts = {row.unit for row in answered}, sum(row.batch_size or 0 for row in answered)
     sums = min(clients, default=0) <= EVERYONE
     units = "sums of different texts" if sums else "clients"

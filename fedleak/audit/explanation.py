@@ -21,11 +21,11 @@ class Applicability:
     """Whether an attack can work on what the server sees.
 
     Attributes:
-        name: Of the attack in the experiment; of an attack that it does not list, the kind.
+        name: The attack's name in the experiment; if the experiment does not list it, its kind.
         listed: Whether the experiment runs it.
-        obstacles: For each kind of capture why it cannot work there, or None.
-        problem: Why it can work on none, whatever is captured; None: nothing is missing.
-        plans: For each kind of capture the attacks that it would run; () where it runs no others.
+        obstacles: For each kind of capture why the attack cannot work on it, or None.
+        problem: Why it can work on no capture at all; None: nothing is missing.
+        plans: For each kind of capture the attacks that it would run; () if it runs none.
     """
 
     name: str

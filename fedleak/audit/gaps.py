@@ -1,4 +1,4 @@
-"""What is not there that should be, in sentences that name the command that mends it."""
+"""Finds what is missing from a run, in sentences that name the command that repairs it."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,18 +27,18 @@ Note = TypeVar("Note", bound=BaseModel)
 _NO_ANSWER = (Status.ABSTAINED, Status.INADMISSIBLE)
 
 NAMED = 3
-"""How many captures or reasons are named where there are more."""
+"""The most captures or reasons that a sentence names."""
 
 MOST_SHARDS = 20
-"""How many shards are named where there are more: a batch system starts them again."""
+"""The most shards that a sentence names: a batch system starts them again."""
 
 
 @dataclass
 class Gaps:
-    """What is not there that should be, in sentences.
+    """What is missing from a run, in sentences.
 
     Attributes:
-        missing: What makes the results incomplete, and the command that mends it.
+        missing: What makes the results incomplete, and the command that repairs it.
         awaited: The part of `missing` that nodes keep by design, until their owners hand it over.
         notes: What else should be known.
         unscored: Answers that should have a score and have none.
@@ -51,7 +51,7 @@ class Gaps:
 
 
 def read_notes(notes: Notes, kind: type[Note], gaps: Gaps) -> dict[Key, Note | None]:
-    """Returns what clients noted on their updates; None, and a gap, where a file is damaged."""
+    """Returns clients' notes on their updates; a damaged file gives None and a gap."""
     read: dict[Key, Note | None] = {}
     for key in notes.all_keys():
         try:
@@ -69,7 +69,7 @@ def refuse_gaps(*runs: Run, besides: Collection[str] = ()) -> None:
     """Refuses runs that are incomplete or wrong.
 
     Args:
-        runs: That were just scored.
+        runs: Runs that were just scored.
         besides: What may be missing, such as `RunSummary.awaited`.
 
     Raises:
@@ -85,8 +85,8 @@ def find_gaps(known: "Known", gaps: Gaps) -> None:
     """Notes which answers failed, are missing, or could not be scored.
 
     Args:
-        known: What there is of a run.
-        gaps: What is extended.
+        known: What is known of a run.
+        gaps: The gaps to extend.
     """
     run, experiment = known.run, known.experiment
     gaps.missing += [*_failed(known), *_refuted(known)]
@@ -123,9 +123,9 @@ class Known:
         run: The run directory.
         experiment: What was prepared there.
         attack_names: Names of the attacks that should have answered.
-        answers: All that there are.
-        rows: All that leakage.jsonl will hold.
-        truths: By capture; None where it is missing or damaged.
+        answers: All answers of the run.
+        rows: All rows that leakage.jsonl will hold.
+        truths: The truth of each capture; None: it is missing or damaged.
     """
 
     run: Run
@@ -142,12 +142,12 @@ class Known:
 
     @cached_property
     def shards(self) -> Mapping[Shard, Share | None]:
-        """What each shard was asked for; None where nobody knows."""
+        """What each shard was last asked for; None: its shard.json cannot be read."""
         return shares(self.run)
 
     @cached_property
     def attacks(self) -> Collection[str]:
-        """Names of the attacks that should have answered, those of shards too."""
+        """Names of the attacks that should have answered, also in shards."""
         in_shards = chain.from_iterable(
             share.attacks if share else attacks_in(self.run, shard)
             for shard, share in self.shards.items()
@@ -164,12 +164,12 @@ class Known:
 
     @property
     def unscored(self) -> int:
-        """How many answers have nothing to be compared with."""
+        """How many answers have no truth to be compared with."""
         return sum(row.status == UNSCORED for row in self.rows)
 
     @cached_property
     def without_truth(self) -> tuple[Sequence[Key], Sequence[Key]]:
-        """Captures without truth: with an answer that was never scored, and the others."""
+        """Captures without truth: those with an answer that was never scored, then the others."""
         untrue = {key for key, truth in self.truths.items() if truth is None}
         scored = {row.id for row in self.rows if row.batch_size is not None}
         bare = {key for key, attack in self.answers.keys() - scored if key in untrue}
@@ -206,7 +206,7 @@ def _refuted(known: Known) -> Iterator[str]:
 
 
 def _no_answers(known: Known) -> Iterator[str]:
-    """Says that no attack stands by anything."""
+    """Says that no attack gave an answer."""
     answers = known.answers.values()
     if answers and all(answer.status in _NO_ANSWER for answer in answers):
         yield f"no attack gave an answer: all {len(answers)} abstained or are inadmissible"
@@ -224,7 +224,7 @@ def _smallest_sum(known: Known) -> Iterator[str]:
 
 
 def absences(run: Run) -> Iterator[str]:
-    """Says which clients are in no sum, which of them refused a round, and what was skipped."""
+    """Says which clients are in no sum, which refused a round, and which rounds were skipped."""
     info = run.info()
     refused, skipped = info.get("refused", {}), info.get("skipped", [])
     lost = {
@@ -267,7 +267,7 @@ def _left_out(known: Known) -> Iterator[str]:
 
 
 def _captures(known: Known) -> Iterator[str]:
-    """Says which captures are not there yet, or are missing though nobody was to delete them."""
+    """Says which captures are not there yet, or are missing without having been deleted."""
     here, status = set(known.run.captures.all_keys()), known.run.info()["status"]
     gone = sorted({*known.expected} - here)
     if status != "finished":
@@ -296,7 +296,7 @@ def _too_late(known: Known) -> Iterator[str]:
 
 
 def _unanswered(known: Known) -> Iterator[str]:
-    """Says how many answers are missing to captures that are here."""
+    """Says how many answers for existing captures are missing."""
     here = known.run.captures.stored()
     left = [key for key, _ in known.unanswered if key in here]
     if left:
@@ -305,7 +305,7 @@ def _unanswered(known: Known) -> Iterator[str]:
 
 
 def _unreadable_shards(known: Known) -> Iterator[str]:
-    """Says which shards do not say what they were asked for."""
+    """Says which shards have no readable shard.json."""
     lost = [shard for shard, share in known.shards.items() if share is None]
     if lost:
         yield (
@@ -344,7 +344,7 @@ def _without_truth(known: Known) -> Iterator[str]:
 
 
 def _kept_without_truth(known: Known) -> Iterator[str]:
-    """Says which captures have no truth any more, and rows of the time when they had."""
+    """Says which captures have lost their truth, and keep rows that were scored with it."""
     _, kept = known.without_truth
     if kept:
         yield (
@@ -371,5 +371,5 @@ def _remedy(known: Known) -> str:
 
 
 def _listed(values: Iterable[object], most: int = NAMED) -> str:
-    """Returns the first few different ones of what there is, and how many more there are."""
+    """Returns the first few distinct values, and how many more there are."""
     return first_of(dict.fromkeys(values), most, more=", and {} more")

@@ -1,4 +1,4 @@
-"""What an attacker is told of a client's batch, beyond the protocol."""
+"""The facts about a client's batch that an attacker is granted beyond the protocol."""
 
 from fedleak.audit.kept_texts import KeptTexts, read_held_out
 from fedleak.audit.privacy.candidates import questions
@@ -23,7 +23,7 @@ def knowledge(
     Raises:
         FedleakError: A private fact is granted but the client wrote no truth, or there are no
             held-out texts for a question.
-        CaptureError: The capture is damaged, or the truth is.
+        CaptureError: The capture or the truth is damaged.
     """
     server = run.captures.about(key).knowledge
     if not threat.knows:

@@ -1,8 +1,8 @@
-"""Takes what nodes keep in their vaults into a run, when their owners hand it over.
+"""Takes the files of nodes' vaults into a run, when their owners hand them over.
 
-A server does not see the vaults of a federation on several machines, so its answers stay unscored
-until it is given them. What a vault holds is as hostile as what comes over the wire: it is all
-checked before anything is written, and nothing that the run has is replaced by something else.
+The server of a federation on several machines does not see the vaults, so answers stay unscored
+until it gets them. The files of a vault are as untrusted as what comes over the wire: all are
+checked before anything is written, and nothing in the run is replaced by something else.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ from fedleak.util.plain_files import content
 from fedleak.util.sanitise import printable
 
 MOST_BYTES = 64 * 2**20
-"""Of a file of a vault: a private batch of more than a million tokens."""
+"""The most bytes of a file of a vault: enough for a batch of more than a million tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ def take_vaults(run: Run, folders: Sequence[Path]) -> HandedOver:
 
     Args:
         run: The run directory.
-        folders: Each the `vault` of a node, which has a folder for each run, or that folder.
+        folders: Each is the `vault` of a node, with a folder for each run, or such a folder.
 
     Raises:
         ConfigError: There is no run here, or a folder has nothing of it.
@@ -102,16 +102,16 @@ def _folder_of_run(run: Run, folder: Path) -> Path:
 
 
 def _lacking(own: Notes, collected: Mapping[Key, Any]) -> dict[Key, Any]:
-    """Returns what the run's own notes do not have yet.
+    """Returns the collected files that the run does not have yet.
 
     Raises:
-        FedleakError: It has something else.
+        FedleakError: The run has a file with other content.
     """
     new = {}
     for key, value in collected.items():
         try:
             before = own.read_note(key)
-        except FedleakError:  # damaged: this mends it
+        except FedleakError:  # damaged: the collected one replaces it
             before = None
         if before is None:
             new[key] = value
@@ -124,7 +124,7 @@ def _lacking(own: Notes, collected: Mapping[Key, Any]) -> dict[Key, Any]:
 
 
 class _Check:
-    """Knows what the vaults of a run's clients can hold."""
+    """Checks files against what the vaults of a run's clients can hold."""
 
     def __init__(self, run: Run) -> None:
         self._run, self._experiment = run, stored(run)
@@ -150,7 +150,7 @@ class _Check:
             yield key, path
 
     def truth(self, key: Key, path: Path) -> Any:
-        """Returns the content of a private batch that can be of this run."""
+        """Returns the content of a private batch; refuses one that cannot be of this run."""
         value = self._read_marked(path)
         try:
             truth = check_truth(value, key, path)
@@ -161,14 +161,14 @@ class _Check:
         return value
 
     def note(self, key: Key, path: Path) -> Any:
-        """Returns the content of a note on defenses that can be of this run."""
+        """Returns the content of a note on defenses; refuses one that cannot be of this run."""
         value, note = self._read_note(path, ClientNote, "defenses")
         if reason := self._why_wrong_note(key.client, note):
             raise _refused(f"{path}: {reason}")
         return value
 
     def detection(self, key: Key, path: Path) -> Any:
-        """Returns the content of a note on detectors that can be of this run."""
+        """Returns the content of a note on detectors; refuses one that cannot be of this run."""
         value, note = self._read_note(path, DetectionNote, "detectors")
         own = self._experiment.detectors_of(key.client)
         if any(
@@ -179,7 +179,7 @@ class _Check:
         return value
 
     def _read_note(self, path: Path, kind: type[Note], of_what: str) -> tuple[Any, Note]:
-        """Reads a client's note, as it is written and as a value."""
+        """Reads a client's note; returns it as it is written and as a checked value."""
         value = self._read_marked(path)
         try:
             return value, kind.model_validate(value)
@@ -189,7 +189,7 @@ class _Check:
     def _read_marked(self, path: Path) -> Any:
         """Reads a file that carries this experiment's mark."""
         try:
-            # The seal of a node's machine says nothing here.
+            # The seal of a node's machine has no meaning here.
             value = without(parse_json(content(path, MOST_BYTES)))
         except OSError as error:
             raise _refused(f"{path} cannot be read: {error.strerror}") from error

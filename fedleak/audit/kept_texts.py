@@ -1,4 +1,4 @@
-"""Texts of nobody's batch that the run directory keeps: those held out, and lists of candidates."""
+"""Texts that the run directory keeps outside the vault: held-out texts, and lists of candidates."""
 
 from itertools import chain
 from pathlib import Path
@@ -26,7 +26,7 @@ class KeptTexts(BaseModel):
     labels: list[int] = []
 
     def examples(self, *, labelled: bool) -> list[Example]:
-        """Returns the texts, with their classes where they are wanted and known."""
+        """Returns the texts, with their classes if they are wanted and known."""
         classes = self.labels if labelled and self.labels else [None] * len(self.sequences)
         return [Example(ids, label) for ids, label in zip(self.sequences, classes, strict=True)]
 
@@ -59,7 +59,7 @@ def read_candidates(run: Run, attack: str, vocabulary: int | None = None) -> Kep
 
 
 def candidates_file(attack: str) -> Path:
-    """Returns where in a run directory the list of an attack is, as its file had it."""
+    """Returns the path in a run directory of the copy of an attack's list of candidates."""
     return Path("candidates", f"{listed_as(attack)}.json")
 
 

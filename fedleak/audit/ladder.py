@@ -1,9 +1,9 @@
 """What each fact is worth to the server that is told it: `[threat] ladder`.
 
 A rung is what an attacker reads with the same facts about every batch: nothing, one fact alone, or
-all of them. Each attack is on a rung once, with those of the facts that it uses, so a rung shows
-what a run with these facts in `threat.knows` shows. It does not take the best of several
-rungs: the best of two tries is better than one, even if what was told is worth nothing.
+all of them. Each attack is on a rung once, with those of the rung's facts that it uses, so a rung
+shows what a run with these facts in `threat.knows` shows. A rung never takes the best of several
+rungs: the best of two tries is better than one try, even if the facts are worth nothing.
 """
 
 from collections import defaultdict
@@ -26,13 +26,13 @@ def ladder(
     finished: Mapping[tuple[Key, str], int],
     largest: Largest,
 ) -> Ladder | None:
-    """Returns what each fact is worth; None where no rung was asked for and none was attacked.
+    """Returns what each fact is worth; None: the experiment has no ladder, and no row has a rung.
 
     Args:
         experiment: What was prepared.
-        rows: Of leakage.jsonl.
+        rows: Rows of leakage.jsonl.
         finished: The place of each answer in the order in which they came.
-        largest: Of the federation's clients.
+        largest: The most texts and updates of a client of the federation.
     """
     climbed = [row for row in rows if RUNG in row.attack]
     if not (experiment.threat.ladder or climbed):
@@ -44,7 +44,7 @@ def ladder(
     if len(facts) > 1:
         rungs.append(tuple(sorted(facts)))
     named = [_attacks(rows, frozenset(granted)) for granted in rungs]
-    # All rungs together are looked at, so they are corrected together.
+    # A reader looks at all rungs together, so their p are corrected together.
     worth = corrected(
         _worth(rows, named[0], of_rung, set(granted), largest)
         for granted, of_rung in zip(rungs, named, strict=True)
@@ -65,7 +65,7 @@ def ladder(
 
 
 def _attacks(rows: Sequence[LeakageRow], granted: Set[str]) -> dict[str, str]:
-    """Returns what each attack's rows are called where these facts are granted."""
+    """Returns for each attack the name of its rows on the rung with these facts."""
     names: dict[str, dict[frozenset[str], str]] = defaultdict(dict)
     for row in rows:
         names[listed_as(row.attack)][frozenset(row.granted or ())] = row.attack
@@ -84,7 +84,7 @@ def _worth(
     granted: Set[str],
     largest: Largest,
 ) -> Iterator[Difference]:
-    """Yields the differences of a rung to the one where nothing is granted."""
+    """Yields the differences of a rung to the rung without facts."""
     # A client without noise, for example, has no noise scale that could be told.
     there = {row.key for row in _rows_of(rows, rung.values()) if granted & set(row.knows)}
     both = [name for name in rung if name in nothing]

@@ -1,7 +1,7 @@
 """Differences between two sets of answers, over pairs of the same text.
 
-The difference of a pair does not depend on how hard the text is, so it shows less than two means
-do. Where many differences are shown together some are large by chance: `corrected` allows for that.
+The difference of a pair does not depend on how hard the text is, so it reveals smaller changes than
+two means do. Of many differences shown together, some are large by chance: see `corrected`.
 """
 
 import math
@@ -16,18 +16,18 @@ from fedleak.store.summaries import Difference
 from fedleak.util.lists import grouped
 
 FIGURES = {"exact": 1.0, "rougeL": 100.0, "token_recall": 1.0, "personal_data": 1.0}
-"""What is compared of each text, and the most that it can be."""
+"""The figures that are compared for each text, and the largest value of each."""
 
 AREA, CALIBRATED_AREA = "auc", "auc_calibrated"
-"""Who was in: for a text that was in an update, the share of its client's others that score lower.
+"""Membership: of a client's texts that were not in, the share that scores below one that was.
 
-By the score that an attack names first, and by the one that takes other updates as a null.
+The first is by the score that an attack names first, the second by the calibrated score.
 """
 
 _MOST = FIGURES | {AREA: 1.0, CALIBRATED_AREA: 1.0}
 
 CORRECTION = "Benjamini-Hochberg"
-"""How the p of differences that are shown together are corrected."""
+"""The method that corrects the p of differences that are shown together."""
 
 
 class Text(NamedTuple):
@@ -38,7 +38,7 @@ class Text(NamedTuple):
 
 
 def best(rows: Iterable[LeakageRow], figure: str) -> Mapping[Text, float]:
-    """Returns the best that rows have of each text, as far as one has an answer."""
+    """Returns the best score of each text over rows; texts without an answer are left out."""
     best_scores: dict[Text, float] = {}
     for row in rows:
         for place, text_score in enumerate(row.texts or ()):
@@ -81,11 +81,11 @@ def difference(
 
 
 def corrected(groups: Iterable[Iterable[Difference]]) -> list[tuple[Difference, ...]]:
-    """Returns groups of differences, their p corrected for how many there are in all of them.
+    """Returns groups of differences, with p corrected for the number of differences in all groups.
 
-    By Benjamini and Hochberg (1995): of all differences whose corrected p is at most 0.05, at most
-    5 % are expected to be chance. That holds where tests are independent or depend on each other
-    positively, as figures and attacks on the same texts do.
+    The method is Benjamini and Hochberg's (1995): of all differences whose corrected p is at most
+    0.05, at most 5 % are expected to be chance. That holds if tests are independent or depend on
+    each other positively, as figures and attacks on the same texts do.
     """
     from scipy.stats import false_discovery_control
 

@@ -1,11 +1,11 @@
 """The positive control: what the same attacks read of undefended copies of the same batches.
 
-That attacks read little shows something only if they can read. A copy is the plain gradient, of all
-that is trained, at the model that a client was sent, of texts that it trained on in that round: no
-defense, no local steps, no dropout, in float32. The audit makes it from the vault; the attack gets
-an observation of it as of any update, and no more facts than it is granted in the run.
+That attacks read little shows something only if they can read. A copy is the plain gradient of all
+trained parameters, at the model that a client was sent, on texts that the client trained on in that
+round: no defense, no local steps, no dropout, in float32. The audit makes it from the vault; the
+attack gets an observation of it as of any update, and only the facts that the run grants it.
 
-The copies are captures of a run of their own below the run.
+The copies are captures of a second run, in a folder of the run.
 """
 
 import json
@@ -41,10 +41,10 @@ COPIES = 3
 
 
 def control_of(run: Run) -> Run:
-    """Returns where the copies of a run's batches are, whether there are any or not.
+    """Returns the run that holds the copies of a run's batches, whether there are any or not.
 
     Raises:
-        FedleakError: A link is there.
+        FedleakError: A link is in its place.
     """
     return run.inside(FOLDER)
 
@@ -57,11 +57,11 @@ def is_undefended(experiment: Experiment) -> bool:
 def undefended(experiment: Experiment, keys: Sequence[Key]) -> Experiment:
     """Returns the experiment that the copies are captures of.
 
-    Attacks on membership are not in it: they read no text.
+    It has no attacks on membership: they read no text.
 
     Args:
-        experiment: Of the run, with the attacks to be tried.
-        keys: The captures, all of one round; of none it has all.
+        experiment: The run's experiment, with the attacks to be tried.
+        keys: The captures, all of one round; empty: all captures.
     """
     table = experiment.model_dump(mode="json")
     kinds = attacks.kinds()
@@ -79,7 +79,7 @@ def undefended(experiment: Experiment, keys: Sequence[Key]) -> Experiment:
         "utility": {},
         "gate": {},
     }
-    # Under FedSGD the server's rate is the clients', and another one is refused.
+    # Under FedSGD the server has the clients' learning rate, and another one is refused.
     plain = {"algorithm": "fedsgd", "dropout": False, "server_learning_rate": None}
     table["federation"] |= plain
     table["threat"] |= {
@@ -192,7 +192,7 @@ def check_copies(run: Run, experiment: Experiment) -> None:
     """Refuses copies that are not of this run's batches.
 
     Raises:
-        FedleakError: They are copies of other batches, or nobody can tell.
+        FedleakError: They are copies of other batches, or the run's own batches are missing.
     """
     control = control_of(run)
     truths = {
@@ -211,8 +211,8 @@ def summarised(
 ) -> PositiveControl | None:
     """Sums up what attacks read of undefended copies; None where none was attacked.
 
-    Only an attack that also answered for the run's own updates counts, with the same settings and
-    the same facts granted.
+    An attack counts only if it also answered for the run's own updates, with the same settings and
+    the same granted facts.
 
     Args:
         rows: Scored answers for copies.
@@ -244,7 +244,7 @@ def _attacker(answer: Answer) -> tuple[str, str, tuple[str, ...]]:
 
 
 def _reading(rows: Sequence[LeakageRow], texts: int) -> CopiesRead:
-    """Returns the means over texts of the best that rows read; a text that no row has counts 0."""
+    """Returns the means over texts of the best score of rows; a text without a score counts 0."""
     sums = {name: sum(best(rows, name).values()) for name in FIGURES}
     with_personal = len({(row.key, item.text) for row in rows for item in row.personal})
     return CopiesRead(

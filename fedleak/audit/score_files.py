@@ -17,14 +17,14 @@ from fedleak.util.nested import digest
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a run directory says without its vault and its captures.
+    """What a run directory contains beside its vault and its captures.
 
     Attributes:
         experiment: What was prepared there.
         model: Its model without weights, for its tokenizer.
-        answers: Of attacks, in the order in which they came.
-        utility: Of the model, after each round in which it was measured.
-        published: What each published model says of planted secrets.
+        answers: The answers of attacks, in the order in which they came.
+        utility: The utility of the model, after each round in which it was measured.
+        published: What each published model gives away of planted secrets.
         earlier: Rows of the last scoring. They stay where their answers or truths are gone.
     """
 

@@ -39,11 +39,11 @@ Truths = Mapping[Key, GroundTruth | None]
 
 @dataclass(frozen=True)
 class RunScores:
-    """What the answers of a run are worth.
+    """The scores of a run's answers.
 
     Attributes:
         scored: The rows of leakage.jsonl, and the texts behind them.
-        rows: Of all files that scoring writes.
+        rows: The rows of all files that scoring writes.
         summary: The figures.
     """
 
@@ -65,8 +65,8 @@ def score_run(run: Run, attack_names: Iterable[str] | None = None) -> list[Score
 
     Raises:
         ConfigError: There is no run here.
-        FedleakError: run.json, held_out.json, a list of candidates or one of names cannot be read;
-            nothing was changed then.
+        FedleakError: run.json, held_out.json, a list of candidates or a list of names cannot be
+            read; nothing was changed then.
     """
     scores = score(run, salvaged(run), attack_names)
     write(run, scores.rows, scores.summary)
@@ -78,7 +78,7 @@ def score(run: Run, recorded: Recorded, attack_names: Iterable[str] | None = Non
 
     Args:
         run: The run directory.
-        recorded: What its files of rows say.
+        recorded: What its files of rows contain.
         attack_names: Names of the attacks that should have answered; None: those of its experiment.
 
     Raises:
@@ -142,7 +142,7 @@ def _noise_notes(run: Run, truths: Truths) -> list[str]:
 
 
 def _readable_truth(run: Run, key: Key, model: LanguageModel) -> GroundTruth | None:
-    """Returns what a client trained on, as far as the model can read it.
+    """Returns what a client trained on, if the model can take it as input.
 
     Raises:
         CaptureError: The file is damaged.
@@ -161,7 +161,7 @@ def _readable_truth(run: Run, key: Key, model: LanguageModel) -> GroundTruth | N
 def _scored(
     run: Run, recorded: Recorded, answers: Mapping[AnswerId, Answer], truths: Truths
 ) -> list[Scored]:
-    """Returns the rows of leakage.jsonl: new ones where answer and truth are here."""
+    """Returns the rows of leakage.jsonl: new ones if answer and truth are here."""
     earlier = {row.id: row for row in recorded.earlier.leakage}
     recovered: dict[str, dict[int, list[Answer]]] = defaultdict(lambda: defaultdict(list))
     for (key, attack), answer in answers.items():
@@ -185,7 +185,7 @@ def _scored(
             new = _new(recorded, given, truth, before, of_attack, guesses[key], items[key])
             apart = key.client == EVERYONE and shared.isdisjoint(truth.sequences)
             scored.append(replace(new, row=new.row.model_copy(update={"apart": apart})))
-        # What failed was not measured, so without its answer there is nothing to keep.
+        # A failed answer measured nothing, so without the answer there is nothing to keep.
         elif before is not None and (given is not None or before.status != Status.FAILED):
             scored.append(Scored(before, ()))
     return scored
@@ -254,7 +254,7 @@ def _other_client(key: Key, recovered: Mapping[int, Sequence[Answer]]) -> Answer
     """Returns the attack's answer for the next other client, of the same round if there is one.
 
     Args:
-        key: The update that it is the control of.
+        key: The update that needs a control.
         recovered: The attack's answers, by their round.
     """
     for distance in sorted({abs(round - key.round) for round in recovered}):

@@ -37,9 +37,9 @@ def summarise(
 
     Args:
         run: The run directory.
-        recorded: What it says without its vault and its captures.
-        gaps: What is missing; lacks of the utility are added.
-        rows: Of all files that scoring writes.
+        recorded: What it contains beside its vault and its captures.
+        gaps: What is missing; missing utility, audits of published models and baseline are added.
+        rows: The rows of all files that scoring writes.
         positive_control: What attacks read of undefended copies; None: there are none.
     """
     experiment, utility, planted = recorded.experiment, recorded.utility, recorded.published
@@ -112,7 +112,7 @@ def _baseline(run: Run, gaps: Gaps) -> summaries.Baseline | None:
 
 
 def circumstances(experiment: Experiment) -> summaries.Circumstances:
-    """Returns all that is in the way of an attack: defenses, and settings that act as such."""
+    """Returns all that hinders an attack: defenses, and settings that act as defenses."""
     table, lora = experiment.federation, experiment.model.lora
     settings: dict[str, JsonValue] = {
         "share": experiment.update.share,  # type: ignore[dict-item]  # of str
@@ -131,8 +131,8 @@ def attack_summary(rows: Sequence[LeakageRow], largest: Largest) -> summaries.At
     """Sums up one attack. A failed or abstaining attack counts among rows, not as a zero.
 
     Args:
-        rows: Of the attack.
-        largest: Of the federation's clients.
+        rows: Rows of the attack.
+        largest: The most texts and updates of a client of the federation.
     """
     measured = [row for row in rows if row.rougeL is not None]
     sizes = [row.batch_size or 0 for row in measured]
@@ -179,13 +179,13 @@ def attack_summary(rows: Sequence[LeakageRow], largest: Largest) -> summaries.At
 
 
 def _right(rows: Sequence[LeakageRow], name: str) -> list[tuple[LeakageRow, float]]:
-    """Returns whether a fact is right, where an attack said it and the truth is known."""
+    """Returns whether a fact is right, for rows whose attack named it and whose truth is known."""
     compared = [(row, row.facts[name].right) for row in rows if name in row.facts]
     return [(row, float(right)) for row, right in compared if right is not None]
 
 
 def _budget(rows: Sequence[LeakageRow]) -> summaries.RankBudget | None:
-    """Returns what share of its rank budget a batch used, over rows where that can be told."""
+    """Returns what share of its rank budget a batch used, over the rows that have a budget."""
     ratios = (_ratio(row.diagnostics.get("budget")) for row in rows)
     shares = [share for share in ratios if share is not None]
     if not shares:
@@ -194,7 +194,7 @@ def _budget(rows: Sequence[LeakageRow]) -> summaries.RankBudget | None:
 
 
 def _ratio(value: JsonValue) -> float | None:
-    """Returns a quotient of two numbers: attacks fill their diagnostics as they like."""
+    """Returns a quotient of two numbers, if it is one: attacks may write any diagnostics."""
     match value:
         case [int() | float() as used, int() | float() as available] if available:
             return used / available
@@ -202,7 +202,7 @@ def _ratio(value: JsonValue) -> float | None:
 
 
 def _candidates(rows: Sequence[LeakageRow]) -> dict[str, float] | None:
-    """Returns how many candidates were left after each check, the mean over rows that say so."""
+    """Returns how many candidates were left after each check, the mean over rows that have it."""
     counts: dict[str, list[float]] = defaultdict(list)
     for row in rows:
         left = row.diagnostics.get("candidates")

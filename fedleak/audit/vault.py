@@ -17,7 +17,7 @@ from fedleak.util.errors import CaptureError, FedleakError
 
 
 def read_truth(run: Run, key: Key) -> GroundTruth | None:
-    """Opens the vault for one client and round, or for all of a round whose sum was captured.
+    """Opens the vault for one client and round, or for all clients of a round with a captured sum.
 
     Raises:
         CaptureError: A file of the vault is damaged.
@@ -63,7 +63,7 @@ def text_count(run: Run, key: Key) -> int | None:
 
 
 def check_truth(value: Any, key: Key, file: Path) -> GroundTruth:
-    """Returns the private batch that the content of a file is.
+    """Returns the content of a file as a private batch.
 
     Raises:
         CaptureError: It is no private batch, or one of another round or client.
@@ -85,7 +85,7 @@ _TRUTH = TypeAdapter(GroundTruth)
 def weight(truth: GroundTruth, experiment: Experiment) -> int:
     """Returns the number of examples that a client reports, by which the server weighs it.
 
-    Under FedSGD it is the expected size of a batch: Poisson sampling may draw another.
+    Under FedSGD it is the expected size of a batch: Poisson sampling may draw another number.
     """
     of_fedsgd = experiment.federation.algorithm == "fedsgd"
     return truth.batch_size if of_fedsgd else len(truth.sequences)
@@ -113,7 +113,7 @@ def _truth_of_all(run: Run, round: int) -> GroundTruth | None:
     noise_scale = math.hypot(*scales) if any(scales) else None
     aggregator = aggregator_in(run, experiment, round)
     if aggregator is not None and (added := aggregator.noise_on_mean(len(clients), round)):
-        # The clients' own noise is clipped with their updates: nobody knows how loud it is then.
+        # The clients' own noise is clipped with their updates: its scale is not known then.
         noise_scale = None if noise_scale else added
     labels = tuple(chain.from_iterable(truth.labels for truth in truths))
     # A client that drew no text has neither texts nor classes.

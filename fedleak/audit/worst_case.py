@@ -1,8 +1,8 @@
 """What all attacks together read: of each private text, what the best attack read of it.
 
-An attacker is free to run every attack, so no single attack is the risk. Which attack is the best
-for a text is decided with the truth, as no attacker could: the figure is an upper bound on what the
-attacks of this run read. The controls beside it take the best attack in the same way.
+An attacker is free to run every attack, so no single attack is the risk. The best attack for a text
+is chosen with the truth, which no attacker has: the figure is an upper bound on what the attacks of
+this run read. The controls beside it take the best attack in the same way.
 """
 
 from collections import Counter
@@ -22,9 +22,9 @@ def worst_case(
     """Sums up all attacks over a run; None where no row has scores of single texts.
 
     Args:
-        rows: Of leakage.jsonl.
+        rows: Rows of leakage.jsonl.
         finished: The place of each answer in the order in which they came.
-        largest: Of the federation's clients.
+        largest: The most texts and updates of a client of the federation.
     """
     answered = [row for row in rows if row.texts is not None]
     if not answered:

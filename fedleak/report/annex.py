@@ -1,7 +1,7 @@
 """The annex to a data-protection impact assessment (GDPR, article 35), in Markdown.
 
-It says in the order of such an assessment what was tested, how, when, with what result, and what
-is left. All of it is what the redacted report and the gate say; no private text is in it.
+In the order of such an assessment it states what was tested, how, when, with what result, and what
+is left. It has only what the redacted report and the gate have, and no private text.
 """
 
 import html
@@ -26,8 +26,8 @@ def annex(
 
     Args:
         page: The redacted report.
-        personal: Of the personal data that was read.
-        checks: Of the gate; none where there are no limits.
+        personal: Tables of the personal data that was read.
+        checks: Checks of the gate; empty if there are no limits.
         marks: Hashes of what the annex rests on.
     """
     paragraphs = page.verdict.paragraphs

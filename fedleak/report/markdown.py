@@ -7,7 +7,7 @@ from fedleak.util.sanitise import printable
 
 
 def escaped(text: str) -> str:
-    """Returns a text as Markdown that shows it."""
+    """Returns Markdown that shows a text as it is."""
     return re.sub(r"([\\`*_\[\]<>|#!&~$])", r"\\\1", printable(text))
 
 

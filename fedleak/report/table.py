@@ -18,7 +18,7 @@ class Tone(StrEnum):
 
 @dataclass(frozen=True)
 class Cell:
-    """A text, with lines below it, or one that leads to a file beside the page."""
+    """A text, with lines below it, or with a link to a file beside the page."""
 
     text: str
     tone: Tone = Tone.PLAIN
@@ -52,12 +52,12 @@ class Table:
 
     Attributes:
         title: What it shows.
-        columns: The first one names its row.
+        columns: The first column names the row.
         rows: Each has as many cells as there are columns.
         notes: What else a reader should know about the table.
-        groups: So many columns name a group of neighbouring rows; a terminal shows them once.
-        kept: Columns that each part repeats where the table is too wide; 0: it has no parts.
-        first: So many rows are shown at once: a page folds the others away, and a terminal leaves
+        groups: How many columns name a group of neighbouring rows; a terminal shows them once.
+        kept: How many columns each part repeats if the table is too wide; 0: it has no parts.
+        first: How many rows are shown at once: a page folds the others away, and a terminal leaves
             them out; None: all.
     """
 
@@ -81,9 +81,9 @@ class Table:
         )
 
     def parts(self, fits: Callable[["Table"], bool]) -> Iterator["Table"]:
-        """Yields the table; where it does not fit, tables of fewer of its columns.
+        """Yields the table, or, if it does not fit, tables with fewer of its columns.
 
-        The first has the title, the last the notes.
+        The first part has the title, the last part the notes.
         """
         left = list(range(self.kept, len(self.columns)))
         if not self.kept or not left:

@@ -10,7 +10,7 @@ from fedleak.util.sanitise import printable
 NOT_MEASURED = "-"
 
 MALICIOUS = "malicious server"
-"""What stands before the sentence on what a server changed."""
+"""The words before the sentence on what a server changed."""
 
 ANY_ATTACK = "any attack"
 """What all attacks together are called."""
@@ -95,7 +95,7 @@ def interval(value: Estimate | MeanOfClients | None, scale: float = 1, *, places
 
 
 def unbroken(value: Estimate | None, scale: float = 1) -> str:
-    """Returns `mean [low,high]`, which breaks before its bracket only, where room is short."""
+    """Returns `mean [low,high]`, which breaks only before its bracket if room is short."""
     return interval(value, scale).replace(", ", ",")
 
 
@@ -123,7 +123,7 @@ def few_digits(value: float | str | None) -> str:
 
 
 def starred(name: str, warning: str | None) -> str:
-    """Returns a name with a star where its figures are examples and no rates."""
+    """Returns a name with a star if its figures are examples and no rates."""
     return name if warning is None else f"{name} *"
 
 

@@ -1,7 +1,7 @@
 """Does each defense do what it says? Tested on the update as a client would send it.
 
-Published results were wrong where nobody looked: noise measured before it was added, the batch's
-mean clipped and not each example, a budget that began anew in every round
+Published results were wrong in ways that nobody tested: noise was measured before it was added, the
+batch's mean was clipped and not each example, a budget began anew in every round
 (docs/how-a-number-can-lie.md). Every run with defenses is checked before it trains, and
 `fedleak check-defense` prints the figures.
 
@@ -47,9 +47,9 @@ class Finding:
 
     Attributes:
         defense: Its place in the file and its kind; or what else was tested.
-        claim: What should be so.
-        holds: Whether it is.
-        figures: What was measured; "found" in checks.json.
+        claim: What should hold.
+        holds: Whether it holds.
+        figures: What was measured; its key in checks.json is "found".
     """
 
     defense: str
@@ -70,10 +70,10 @@ def refuse_broken(
     Args:
         run: The run directory.
         experiment: What was prepared there.
-        findings: Of the check, where it was made just before; None: it is made now.
+        findings: The findings of a check that was made just before; None: the check is made now.
 
     Raises:
-        FedleakError: One does not do what it says.
+        FedleakError: A defense does not do what it says.
     """
     if not experiment.defense or run.captures.all_keys():
         return
@@ -93,17 +93,17 @@ def refuse_broken(
 
 
 def check(experiment: Experiment, sizes: Sequence[int] | None = None) -> list[Finding]:
-    """Puts every claim of every defense to the test, and the update of all together.
+    """Tests every claim of every defense, and the update with all defenses together.
 
     Args:
         experiment: The experiment.
-        sizes: How many examples each client has, where that is for the nodes to say; None: not
-            known yet, a batch each.
+        sizes: How many examples each client has, if the data is on nodes; None: not known yet, so
+            each client has one batch.
 
     Raises:
         ConfigError: The experiment cannot work.
     """
-    torch.set_num_threads(1)  # as in training; several wait for each other where others work, too
+    torch.set_num_threads(1)  # as in training; several wait for each other if other programs run
     split = read_data(experiment)
     model = loading.load(experiment.model_spec(len(split.train.label_names)))
     check_defenses(experiment, model)
@@ -167,9 +167,9 @@ def _bench(
 def _all_together(
     experiment: Experiment, model: LanguageModel, texts: Batch, parts: Sequence[Sequence[int]]
 ) -> Iterator[Test]:
-    """Tests the update of the first client with all of its defenses, and what it does."""
+    """Tests the first client's update with all of its defenses, and how it moves the weights."""
     of_client = protection(experiment, 0, len(parts[0]))
-    # As many examples as a step takes, so that FedAvg makes one.
+    # A batch of all examples, so that FedAvg makes one step.
     local = replace(of_client.local, batch_size=EXAMPLES, epochs=1)
     before = model.parameters()
     update = trained_on(model, texts, local, seed=experiment.seed)

@@ -1,7 +1,7 @@
-"""Where one defense is tested: updates of a client that has it, and of one that has not.
+"""Makes updates of a client with one defense and of a client without it, to test the defense.
 
-Texts are of random tokens. A loud batch is one whose first example has a gradient some thousand
-times too large.
+Texts are of random tokens. In a loud batch, the first example has a gradient some thousand times
+too large.
 """
 
 import math
@@ -42,13 +42,13 @@ class Bench:
     """Where one defense is tested.
 
     Attributes:
-        model: At the weights that are broadcast; tests leave it so.
+        model: The model at the weights that are broadcast; tests do not change it.
         texts: What clients train on.
         plain: How a client without defenses trains; dropout is off, because it is random too.
         local: How a client with only this defense trains.
-        defense: With its noise worked out.
+        defense: The defense, with its noise computed.
         num_examples: Examples that its client has.
-        seed: Of all that is random.
+        seed: The seed of all random numbers.
         sends: What clients of the experiment send; a test always takes a single step.
     """
 
@@ -63,7 +63,7 @@ class Bench:
 
     @property
     def claims(self) -> Claims:
-        """What the defense says of a single step's update."""
+        """What the defense claims of the update of a single step."""
         return self.defense.update_claims(self.local, self.num_examples)
 
     def raw(self, *, loud: bool = False) -> ClientUpdate:
@@ -90,16 +90,16 @@ class Bench:
 
     @property
     def aggregator(self) -> TrustedAggregator:
-        """The defense, where it makes one update of those of several clients."""
+        """The defense, if it combines the updates of several clients into one."""
         assert isinstance(self.defense, TrustedAggregator)
         return self.defense
 
     def combined(self, updates: Sequence[ClientUpdate], noise: int = 0) -> ClientUpdate:
-        """Returns what is seen of the updates of several clients, where that is one update."""
+        """Returns the update that is captured in place of several clients' updates."""
         return self.aggregator.combined(updates, rng=self.combining(noise))
 
     def combining(self, noise: int) -> torch.Generator:
-        """Returns the random stream of what is seen of several clients."""
+        """Returns the random stream for combining the updates of several clients."""
         return stream(self.seed, "check", "combined", noise)
 
     def trained(
@@ -111,7 +111,7 @@ class Bench:
         local: LocalTraining | None = None,
         planted: Planted | None = None,
     ) -> ClientUpdate:
-        """Returns the update before the defense has it.
+        """Returns the update before the defense is applied.
 
         Args:
             chosen, loud, noise: As in `sent`.
@@ -142,11 +142,11 @@ def trained_on(
 
     Args:
         model: At the weights that are broadcast.
-        texts: What it has.
-        local: How it trains.
-        seed: Of the training.
-        loud: The first of them is loud.
-        scales: What the gradient of each of them is multiplied by; none: 1.
+        texts: The texts that the client has.
+        local: How the client trains.
+        seed: The seed of the training.
+        loud: The first text is loud.
+        scales: The factor of each text's gradient; empty: 1.
         planted: Canaries.
     """
     family: Any = _Family(model.family, _loud) if loud else model.family
@@ -167,9 +167,9 @@ def trained_on(
 def random_texts(
     model: LanguageModel, seed: int, lengths: Sequence[int] = (TOKENS,) * EXAMPLES
 ) -> Batch:
-    """Returns texts to train on, of about so many tokens.
+    """Returns texts to train on, of about the given numbers of tokens.
 
-    Their classes are those that the model holds least likely: they have a gradient.
+    Their classes are the least likely ones for the model, so that there is a gradient.
     """
     rng, special = stream(seed, "check"), model.special_ids()
     usable = [i for i in range(len(model.tokenizer)) if i not in special]
@@ -189,11 +189,11 @@ def random_texts(
 
 
 class _Family:
-    """A family whose logits are changed, and nothing else.
+    """A model family of which only the logits are changed.
 
     Args:
         family: The family.
-        change: Of its logits.
+        change: Changes the logits.
     """
 
     def __init__(self, family: Any, change: Callable[[Tensor], Tensor]) -> None:
@@ -208,13 +208,13 @@ class _Family:
 
 
 def _scaled(scales: Sequence[float], logits: Tensor) -> Tensor:
-    """Returns logits of which each example's gradients, and nothing else, are multiplied."""
+    """Returns the same logits, whose gradients are multiplied by the factor of each example."""
     factors = torch.tensor(scales).to(logits).view(-1, *[1] * (logits.dim() - 1))
     return logits.detach() + factors * (logits - logits.detach())
 
 
 def _loud(logits: Tensor) -> Tensor:
-    """Returns logits of which the first example's, and so its gradient, are magnified."""
+    """Returns logits with larger ones for the first example, and so with a larger gradient."""
     return torch.cat([LOUD * logits[:1], logits[1:]])
 
 
@@ -224,7 +224,7 @@ def all_numbers(update: ClientUpdate) -> Tensor:
 
 
 def zeroed(update: ClientUpdate) -> ClientUpdate:
-    """Returns an update of as many zeros."""
+    """Returns the update with all numbers set to zero."""
     return update.changed(torch.zeros_like)
 
 
@@ -236,7 +236,7 @@ def dense(like: ClientUpdate, norm: float, seed: int) -> ClientUpdate:
 
 
 def rounded(first: ClientUpdate, second: ClientUpdate) -> float:
-    """Returns how far apart rounding alone may put two updates that were added up in float32."""
+    """Returns the distance that rounding alone may cause between two updates summed in float32."""
     return 4 * torch.finfo(torch.float32).eps * (norm_of(first) + norm_of(second))
 
 

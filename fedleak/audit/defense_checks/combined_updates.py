@@ -1,4 +1,4 @@
-"""Tests of what is captured of several clients in place of their updates."""
+"""Tests of the update that is captured in place of several clients' updates."""
 
 import math
 from collections.abc import Iterator
@@ -21,14 +21,14 @@ from fedleak.defenses.clip import norm_of
 from fedleak.training.observation import ClientUpdate
 
 NORMS = 1000
-"""Rounds whose clipping norm is tried where it follows from the round before."""
+"""Rounds whose clipping norm is tested, if it depends on the round before."""
 
 ROUNDS = 6
-"""Rounds that are tried where noise depends on that of earlier rounds."""
+"""Rounds that are tested, if noise depends on the noise of earlier rounds."""
 
 
 def combines(bench: Bench) -> Iterator[Test]:
-    """Tests what is captured of two clients in place of their updates."""
+    """Tests the update that is captured in place of two clients' updates."""
     first, second = bench.sent(range(1)), bench.sent(range(1, EXAMPLES))
     total = bench.combined([first, second])
     if bench.claims.step is not None:
@@ -62,7 +62,7 @@ def combines(bench: Bench) -> Iterator[Test]:
 
 
 def _fresh(bench: Bench, begin: int) -> ClientUpdate:
-    """Returns what should be fresh noise in the rounds of two clients that send zeros."""
+    """Returns what should be fresh noise, from rounds in which two clients send zeros."""
     nothing, rounds = zeroed(bench.raw()), range(begin, begin + ROUNDS)
     total = nothing.changed(torch.clone)
     for coefficient, round in zip(bench.claims.carried, reversed(rounds), strict=False):
@@ -88,7 +88,7 @@ def _norm_follows(bench: Bench, deviation: float) -> Test:
 
 
 def _client_bounded(bench: Bench, norm: float, other: ClientUpdate) -> Test:
-    """Tests by how much a loud client moves the sum of two, against one that sends zeros."""
+    """Tests how far a loud client moves the sum of two, compared with one that sends zeros."""
     loud = bench.sent(loud=True)
     there, gone = bench.combined([other, loud]), bench.combined([other, zeroed(loud)])
     moved = 2 * distance(there, gone)
@@ -102,7 +102,7 @@ def _client_bounded(bench: Bench, norm: float, other: ClientUpdate) -> Test:
 def _rounds(bench: Bench) -> Iterator[Test]:
     """Tests the rounding of one client's update, before it is added to others.
 
-    It says how large the error is beside the update: rounding that loses the update hides it too.
+    The figures have the error relative to the update: rounding that loses the update hides it too.
     """
     raw = bench.trained()
     before, after = all_numbers(raw).double(), all_numbers(bench.defended(raw)).double()

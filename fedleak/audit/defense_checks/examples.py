@@ -1,4 +1,4 @@
-"""Tests by how much one example moves an update, over lengths and norms."""
+"""Tests how far one example moves an update, for several lengths and norms."""
 
 from collections.abc import Sequence
 
@@ -19,19 +19,19 @@ from fedleak.training.steps import Batch
 from fedleak.util.rng import stream_seed
 
 LENGTHS, NORMS, ALIKE = (3, 8, 15, 100), (0.5, 1.5, 30.0, 1e4), (3.0, 30.0)
-"""Tokens of the texts of a batch, norms of their gradients in clipping norms, and those norms that
-all of a batch have, too."""
+"""Tokens of the texts of a batch; norms of their gradients, in clipping norms; and norms for
+batches in which all gradients have the same norm."""
 
 
 Scaled = tuple[Sequence[int], int, float]
-"""A text, its class, and what its gradient is multiplied by."""
+"""A text, its class, and the factor of its gradient."""
 
 
 def left_out(bench: Bench, norm: float) -> Test:
-    """Tests by how much an example of a batch moves the update: with it and without it.
+    """Tests how far an example moves the update: compares a batch with it and without it.
 
-    Their texts are of many lengths and their gradients of many norms, each length with a small and
-    a large one. Then there is one text with two classes, whose gradients are opposite.
+    The texts have many lengths and their gradients many norms, each length with a small and a large
+    norm. A classifier also gets one text with two classes, whose gradients are opposite.
     """
     most = norm * bench.local.batch_size
     made = random_texts(bench.model, bench.seed, LENGTHS)
@@ -44,12 +44,12 @@ def left_out(bench: Bench, norm: float) -> Test:
     def batch(places: Sequence[int], norms: Sequence[float]) -> list[Scaled]:
         return [(*texts[i], scale(i, norm)) for i, norm in zip(places, norms, strict=True)]
 
-    # Each step is as dear as one of training, so of a batch two examples are left out.
+    # Each step costs as much as one of training, so only two examples of a batch are left out.
     tried = [
         (batch(range(4), NORMS), [1, 3]),
         (batch(range(4), NORMS[2:] + NORMS[:2]), [0, 3]),
     ]
-    # Where a loss is one of the batch, the short ones weigh more when the long one is gone.
+    # If the batch has one loss, the short texts weigh more in it without the long one.
     tried += [(batch([0, 0, 0, 3], [norm] * 4), [3]) for norm in ALIKE]
     if bench.model.task == CLASSIFICATION:
         tried.append(([(texts[1][0], label, scale(1, NORMS[2])) for label in (0, 1)], [0]))
@@ -74,7 +74,7 @@ def left_out(bench: Bench, norm: float) -> Test:
 def _trained(
     bench: Bench, examples: Sequence[Scaled], local: LocalTraining | None = None
 ) -> ClientUpdate:
-    """Returns the update of a client with these examples, before the defense has it."""
+    """Returns the update of a client with these examples, before the defense is applied."""
     sequences, labels, scales = zip(*examples, strict=True)
     seed = stream_seed(bench.seed, "check", 0)
     texts = Batch(sequences, labels)

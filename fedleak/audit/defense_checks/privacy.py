@@ -1,4 +1,4 @@
-"""Tests of what a defense guarantees: that rounds add up, and that a step spends no more."""
+"""Tests of a defense's guarantee: rounds add up, and a step spends no more than its event says."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
@@ -21,12 +21,12 @@ from fedleak.training.observation import ClientUpdate, UpdateKind
 from fedleak.training.privacy import Event
 
 CANARIES, COPIES, UPDATES = 64, 4, 4
-"""Canaries of an update; of one in whose place each is in a copy, which costs a defense's work; and
-updates that they are in."""
+"""Canaries of an update; canaries if each is in a copy of its own, to which the defense is applied;
+and updates with canaries."""
 
 
 def guarantees(bench: Bench) -> Iterator[Test]:
-    """Tests that two rounds with the same example cost more than one, in one run as in two."""
+    """Tests that two rounds with the same example cost more than one, and the same in two runs."""
     local = replace(bench.local, kind=bench.sends)
     again = 1 + (passes(bench.num_examples, local) if bench.sends == UpdateKind.GRADIENT else 1)
     first, second = (bench.defense.event(local, bench.num_examples, round) for round in (1, again))
@@ -51,7 +51,7 @@ def guarantees(bench: Bench) -> Iterator[Test]:
 def counts(bench: Bench) -> Iterator[Test]:
     """Tests that the ledger counts no more noise than there is, and no sampling that is not there.
 
-    The noise itself, and by how much an example or a client moves what is sent, other tests measure
+    Other tests measure the noise itself, and how far an example or a client moves the update,
     against the same claims.
     """
     event, claims = bench.defense.event(bench.local, bench.num_examples, 1), bench.claims
@@ -59,7 +59,7 @@ def counts(bench: Bench) -> Iterator[Test]:
         return
     scale, moved = claims.noise_scale or 0.0, claims.example_norm
     if event.unit == "client":
-        # Any two updates that are no longer than the norm are at most twice as far apart.
+        # Two updates that are no longer than the norm are at most twice the norm apart.
         moved = (2.0 if event.neighbouring.startswith("replace") else 1.0) * (claims.max_norm or 0)
     if isinstance(bench.defense, TrustedAggregator):
         scale, moved = 2 * bench.defense.noise_on_mean(2), claims.client_norm
@@ -76,7 +76,7 @@ def counts(bench: Bench) -> Iterator[Test]:
 def measured(bench: Bench, experiment: Experiment, client: int) -> Iterator[Test]:
     """Tests by canaries that a step spends no more than its event says.
 
-    It is a step that every canary takes part in, so it is compared without sampling.
+    Every canary takes part in the step, so its epsilon is computed without sampling.
     """
     event = bench.defense.event(bench.local, bench.num_examples, 1)
     room = most_canaries(sum(sent_sizes(experiment, client, bench.model).values()))
@@ -119,7 +119,7 @@ def measured(bench: Bench, experiment: Experiment, client: int) -> Iterator[Test
 def _with_canaries(
     bench: Bench, made: ClientCanaries, noise: int
 ) -> Iterator[tuple[slice, ClientUpdate]]:
-    """Yields updates before the defense has them, each with the canaries that are in it."""
+    """Yields updates before the defense is applied, each with the canaries that are in it."""
     if made.planted is None:
         yield from made.copies(bench.raw())
         return

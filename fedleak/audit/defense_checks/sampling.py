@@ -18,7 +18,7 @@ MOST_ROUNDS, MOST_DRAWS = 1000, 2_000_000
 """Uses of a sampler that are tried, and draws of single examples."""
 
 DEVIATIONS = 5.0
-"""Standard deviations by which a rate is seen to be off."""
+"""A rate that is off by so many standard deviations is noticed."""
 
 
 def draws(bench: Bench) -> Iterator[Test]:

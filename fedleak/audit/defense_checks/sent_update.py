@@ -1,4 +1,4 @@
-"""Tests of what one client sends: that it differs, and what its defense claims of it."""
+"""Tests of one client's update: it differs from the raw one, and its defense's claims hold."""
 
 import math
 from collections.abc import Iterator
@@ -89,9 +89,9 @@ def noise_tests(
 ) -> Iterator[Test]:
     """Tests the noise, by two updates that differ in nothing else: its variance, then the rest.
 
-    The sum of n squared differences over 2 scale^2 is chi-square with n degrees of freedom for a
-    normal distribution; the deviation of their mean is taken from the numbers themselves, which is
-    right for any.
+    For normal noise, the sum of n squared differences over 2 scale^2 is chi-square with n degrees
+    of freedom; the deviation of their mean is estimated from the numbers, which is right for any
+    distribution.
     """
     ratio_N = (all_numbers(first).double() - all_numbers(second).double()).square() / (2 * scale**2)
     mean, deviation = float(ratio_N.mean()), float(ratio_N.std()) / math.sqrt(len(ratio_N))

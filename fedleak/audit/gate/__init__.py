@@ -1,10 +1,10 @@
-"""May this run pass? Its worst case against limits, and whether enough was measured to tell.
+"""May this run pass? Compares its worst case with limits; checks that enough was measured.
 
-What is compared with a limit is the upper end of the interval, never the mean. A limit holds only
-where the attacks were free to work: an attack that crashed, was cut short or found nothing that it
-stands by is no evidence that nothing can be read.
+The upper end of the interval is compared with a limit, never the mean. A limit holds only if the
+attacks were free to work: an attack that failed, was cut short or abstained is no evidence that
+nothing can be read.
 
-Nothing that scoring wrote is believed: `evidence` scores the answers again, `limits` compares what
-they give with the limits, `measured` asks whether enough was measured, and `judge` puts these
-checks together.
+The gate does not trust what scoring wrote: `evidence` scores the answers again, `limits` compares
+the new figures with the limits, `measured` checks whether enough was measured, and `judge` puts
+these checks together.
 """

@@ -1,9 +1,9 @@
-"""When an abstention is an answer: nothing was read.
+"""When an abstention counts as an answer: nothing was read.
 
-An attack that abstains says that it found nothing it stands by. That is no evidence: a search of
-row spaces abstains under any noise, however small. `auto` tries all that it can. Where it reads
-undefended copies of the same batches, with the same settings, and abstains on what was sent, what
-stands between is what clients do for their privacy. Who owns the limits has to agree, too.
+An attack that abstains found nothing that it stands by. That is no evidence: a search of row spaces
+abstains under any noise, however small. `auto` tries all that it can. If it reads undefended copies
+of the same batches, with the same settings, and abstains on the updates that were sent, the reason
+is what clients do for their privacy. The owner of the limits has to agree, too.
 """
 
 from collections.abc import Collection
@@ -19,9 +19,9 @@ from fedleak.store.summaries import PositiveControl
 def with_abstentions(
     evidence: Evidence, may_abstain: Collection[str], control: PositiveControl | None = None
 ) -> Evidence:
-    """Returns a run whose abstentions count as texts of which nothing was read.
+    """Returns the run with its abstentions counted as texts of which nothing was read.
 
-    That holds for attacks of the strongest kind that may abstain and that read a text of every
+    Only attacks of the strongest kind count so, if they may abstain and read a text of every
     undefended copy word for word. The worst cases are then taken over all rows.
 
     Args:

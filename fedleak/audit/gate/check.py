@@ -8,7 +8,7 @@ __all__ = ["Check", "Outcome", "compared", "untold"]
 
 
 def compared(name: str, sentence: str, *, holds: bool) -> Check:
-    """Returns the check of a limit on what was measured."""
+    """Returns the check of a measured figure against its limit."""
     return Check(name, Outcome.WITHIN if holds else Outcome.EXCEEDED, sentence)
 
 
@@ -18,6 +18,6 @@ def untold(name: str, lacks: Sequence[str], sentence: str) -> Check:
     Args:
         name: Of the check.
         lacks: What was not measured, in sentences.
-        sentence: What is said if nothing is lacking.
+        sentence: The sentence of the check if nothing is lacking.
     """
     return Check(name, Outcome.UNTOLD if lacks else Outcome.WITHIN, "; ".join(lacks) or sentence)

@@ -1,4 +1,4 @@
-"""Asks whether the attacks of a run can read at all: the positive control."""
+"""Checks whether the attacks of a run can read at all: the positive control."""
 
 from collections.abc import Mapping
 
@@ -25,9 +25,9 @@ def control_checks(leaks: Mapping[str, float], evidence: Evidence) -> list[Check
 def _control(leaks: Mapping[str, float], evidence: Evidence) -> Check:
     """Checks that each limit would have been exceeded if there had been no defense.
 
-    What is compared is what all attacks together read of undefended copies, as of the run itself.
-    One of those that exceed it by themselves must have answered here: where they only abstained,
-    the figure is of attacks that cannot read.
+    A limit is compared with what all attacks together read of undefended copies, as for the run
+    itself. One of the attacks that exceed it there by themselves must have answered here: if they
+    only abstained, the run's figure is of attacks that cannot read.
     """
     name, copies, rows = "positive control", "undefended copies", evidence.rows.leakage
     control = evidence.summary.positive_control
@@ -62,7 +62,7 @@ def _control(leaks: Mapping[str, float], evidence: Evidence) -> Check:
 
 
 def _read(reading: CopiesRead, figure: str) -> float:
-    """Returns how much was read; nothing where there is no personal data to be read."""
+    """Returns how much was read; 0 if there is no personal data to be read."""
     return getattr(reading, figure) or 0.0
 
 
@@ -79,7 +79,7 @@ def _why_none(evidence: Evidence) -> str:
 
 
 def _attackers(evidence: Evidence) -> Check:
-    """Returns a remark on which attacks the limits hold for; it closes nothing."""
+    """Returns a remark on which attacks the limits hold for; it never closes the gate."""
     tried = ", ".join(sorted({row.attack for row in evidence.rows.leakage})) or "no attack"
     sentence = f"the limits hold for {tried}"
     if STRONGEST not in evidence.kinds.values():

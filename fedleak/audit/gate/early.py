@@ -1,4 +1,4 @@
-"""Whether a run that goes on exceeds a limit already, whatever comes of the rest of it."""
+"""Whether an unfinished run exceeds a limit already, whatever the rest of it gives."""
 
 from collections.abc import Iterator
 
@@ -17,7 +17,7 @@ COUNTED = LEAKS.keys() - {"personal_data"}
 
 
 def exceeded_already(run: Run, limits: GateTable) -> Check | None:
-    """Returns a limit on what is read that no other answer can make hold again; None: none.
+    """Returns the check of a limit that is exceeded whatever answers follow; None: there is none.
 
     Texts that no attack has answered for count as not read.
 
@@ -33,7 +33,7 @@ def exceeded_already(run: Run, limits: GateTable) -> Check | None:
 
 
 def _unread(evidence: Evidence) -> Iterator[LeakageRow]:
-    """Yields a row of which nothing was read in place of each answer that names no text."""
+    """Yields a row with nothing read for each answer that is missing or has no scores of texts."""
     answered = {row.id: row for row in evidence.rows.leakage}
     some = evidence.rows.leakage[0]
     for key in captures_of(evidence.run, evidence.experiment):
@@ -48,7 +48,7 @@ def _unread(evidence: Evidence) -> Iterator[LeakageRow]:
 
 
 def _most_texts(evidence: Evidence, key: Key) -> int:
-    """Returns how many texts an update can be of that nobody has sent yet."""
+    """Returns the most texts that an update which was not sent yet can be computed from."""
     run, experiment = evidence.run, evidence.experiment
     summed = key.client == EVERYONE
     clients = clients_of_round(experiment, key.round) if summed else [key.client]

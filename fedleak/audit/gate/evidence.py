@@ -1,7 +1,7 @@
-"""What the gate judges: the answers of a run, scored anew, and whether that is all of the run.
+"""What the gate judges: the answers of a run, scored anew, and whether they are complete.
 
-Only what training and attacks wrote is read: captures, answers, the vault, what defenses noted and
-the experiment. What scoring wrote is compared with the new scores, and nothing is written.
+It reads only what training and attacks wrote: captures, answers, the vault, notes on defenses and
+the experiment. It compares what scoring wrote with the new scores, and writes nothing.
 """
 
 import math
@@ -27,7 +27,7 @@ from fedleak.util.lists import first_of
 from fedleak.util.nested import digest
 
 AGREEMENT = 1e-9
-"""Relative difference that the order of additions makes on another machine."""
+"""Relative difference that another order of additions on another machine may cause."""
 
 NOTHING = TextScore(exact=False, rougeL=0.0, token_recall=0.0)
 """The score of a text of which nothing was read."""
@@ -43,10 +43,10 @@ class Evidence:
     Attributes:
         run: The run directory.
         experiment: What was prepared there.
-        purged: When its private data was deleted: its rows stay as they were; None: it is here.
-        answers: Of its attacks; none of a run that was purged.
-        rows, summary: What they are worth.
-        largest: Of the federation's clients.
+        purged: When the private data was deleted, so that rows stay as they were; None: it is here.
+        answers: The answers of its attacks; empty if the run was purged.
+        rows, summary: The scores of the answers, and the figures.
+        largest: The most texts and updates of a client of the federation.
     """
 
     run: Run
@@ -79,14 +79,14 @@ def gather(run: Run) -> Evidence:
 
     Raises:
         ConfigError: There is no run here.
-        FedleakError: A file that figures are made of cannot be read.
+        FedleakError: A file that figures are computed from cannot be read.
     """
     purged = run.info().get("purged")
     recorded = score_files.primary(run)
     experiment = recorded.experiment
     if purged:
         recorded = replace(recorded, earlier=ScoredRows.read_files(run.rows))
-    # An attack that has answered anything has to have answered for all.
+    # An attack with any answer has to have answered for all captures.
     names = [named.name for named in experiment.attacks]
     names += sorted({answer.attack for answer in recorded.answers} - {*names})
     scores, largest = scoring.score(run, recorded, names), largest_client(run, experiment)
@@ -95,7 +95,7 @@ def gather(run: Run) -> Evidence:
 
 
 def recounted(evidence: Evidence, rows: Sequence[LeakageRow]) -> Evidence:
-    """Returns a run with other rows of what was read, and the worst cases of these."""
+    """Returns the run with other rows of leakage.jsonl, and with the worst cases of these rows."""
     finished = {answer.id: place for place, answer in enumerate(evidence.answers)}
     summary = evidence.summary.model_copy(
         update={"worst_case": worst_case(rows, finished, evidence.largest)}
@@ -123,12 +123,12 @@ def complete(evidence: Evidence) -> Check:
 
 
 def own(evidence: Evidence) -> Check:
-    """Checks that captures and answers are of this experiment and of its attacks' settings."""
+    """Checks that captures and answers belong to this experiment and its attacks' settings."""
     run, lacks = evidence.run, list[str]()
     if not evidence.purged:
         for key in expected_captures(evidence.experiment):
             try:
-                if run.captures.has(key):  # what is gone is a gap, which is said once
+                if run.captures.has(key):  # a missing capture is a gap, which `complete` names
                     run.captures.about(key)
             except CaptureError as error:
                 lacks.append(str(error))
@@ -140,7 +140,7 @@ def own(evidence: Evidence) -> Check:
 
 
 def genuine(evidence: Evidence) -> Check:
-    """Checks that fedleak wrote on this machine what figures rest on, and nobody changed it."""
+    """Checks that fedleak wrote the files behind the figures on this machine, unchanged since."""
     changed = [*unsealed(evidence.run), *positive_control.unsealed_copies(evidence.run)]
     lacks = [
         f"{first_of(changed, NAMED)}: fedleak did not write that on this machine, or "
@@ -152,11 +152,11 @@ def genuine(evidence: Evidence) -> Check:
 
 
 def figures(evidence: Evidence, *, accept_purged: bool) -> Check:
-    """Checks that what scoring wrote is what the answers give.
+    """Checks that the files of scoring agree with the answers, scored anew.
 
     Args:
         evidence: The run.
-        accept_purged: Take the rows of a run whose answers are deleted as they are.
+        accept_purged: Accept the rows of a run as they are if its answers were deleted.
     """
     run, name = evidence.run, "figures"
     if evidence.purged:

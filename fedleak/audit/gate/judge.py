@@ -22,7 +22,7 @@ class Verdict:
     """What the gate found.
 
     Attributes:
-        checks: Of limits, and of what has to be measured before limits say anything.
+        checks: Checks of limits, and of what has to be measured before limits mean anything.
         digest: A mark of the limits and of the figures that they were compared with; None: there
             are no figures.
     """
@@ -43,8 +43,8 @@ def judge(
     Args:
         run: The run directory.
         limits: At least one limit, or something that has to be measured.
-        accept_purged: Take the figures of a run whose private data was deleted as they are.
-        control: What the same attacks read where nothing is in their way; None: as the run says.
+        accept_purged: Accept the figures of a run as they are if its private data was deleted.
+        control: What the same attacks read of undefended copies; None: the run's positive control.
 
     Raises:
         ConfigError: This is no run directory, there is no limit, or a name is no attack's.
@@ -81,14 +81,14 @@ def judge(
 
 
 def chosen(limits: GateTable) -> Mapping[str, object]:
-    """Returns what is limited or required; the time of attacks alone limits nothing."""
+    """Returns what is limited or required, without `seconds`, which limits nothing by itself."""
     names = [*MOST, *LEAST, "require"]
     table = {name: getattr(limits, name) for name in names if name != "seconds"}
     return {name: value for name, value in table.items() if value not in (None, [])}
 
 
 def described(limits: GateTable, of_run: GateTable) -> str:
-    """Returns all that decides, and where it comes from, in one line.
+    """Returns in one line the settings that decide, and where each comes from.
 
     Args:
         limits: What the run is compared with.

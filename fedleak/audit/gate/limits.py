@@ -32,7 +32,7 @@ class Leak(NamedTuple):
 
 
 NAMED = 10
-"""How many clients are named where there are more."""
+"""The most clients that a sentence names."""
 
 SEQUENCES = frozenset({"exact", "rougeL", "personal_data"})
 """Limits that need attacks which name texts, and not only words."""
@@ -58,7 +58,7 @@ PUBLISHED: Mapping[str, str] = {
 """Limits on what published models give away, by their names."""
 
 UTILITY: Mapping[str, int] = {"accuracy": 1, "f1": 1, "mcc": 1, "perplexity": -1}
-"""Limits on the trained model, by their names: 1 where more is better."""
+"""Limits on the trained model, by their names: 1 if more is better, else -1."""
 
 
 def limit_checks(limits: GateTable, evidence: Evidence) -> list[Check]:
@@ -96,8 +96,8 @@ class Case(NamedTuple):
     """A worst case that the limits hold for.
 
     Attributes:
-        prefix: What the attacker is told, before a sentence about the case; empty without a ladder.
-        attacks: Names of its rows; None: of all rows.
+        prefix: What the attacker is told, to begin a sentence on the case; empty without a ladder.
+        attacks: Names of the attacks whose rows it is over; None: all attacks.
         worst: The figures; None: no attack gave an answer.
     """
 
@@ -107,9 +107,9 @@ class Case(NamedTuple):
 
 
 def worst_cases(summary: RunSummary) -> list[Case]:
-    """Returns the worst case, or that of every rung of the ladder.
+    """Returns the worst case of the run, or one for each rung of the ladder.
 
-    Who is told a fact need not use it, so the rung with all facts is not always the highest.
+    An attack need not use a fact that it is told, so the rung with all facts may not be highest.
     """
     if summary.ladder is None:
         return [Case("", None, summary.worst_case)]
@@ -136,7 +136,7 @@ def _leak(name: str, limit: float, cases: Sequence[Case]) -> Check:
 
 
 def _both(prefix: str, figure: Estimate) -> list[tuple[str, Estimate | MeanOfClients]]:
-    """Returns the mean over texts and the mean over clients, each with what it is of."""
+    """Returns the mean over texts and the mean over clients, each with words that name it."""
     if figure.of_clients is None:
         return [(prefix, figure)]
     return [(prefix, figure), (f"{prefix}each client counted once, ", figure.of_clients)]
@@ -151,7 +151,7 @@ def _highest(
 ) -> Check:
     """Compares the highest upper end of an interval with a limit.
 
-    A figure that is not known does not hide that another one exceeds the limit.
+    If a figure exceeds the limit, the check fails even if another figure is not known.
     """
     prefix, highest = max(figures, key=lambda figure: figure[1].high, default=("", None))
     if highest is None or (lacks and highest.high <= limit):
@@ -200,7 +200,7 @@ def _published(name: str, limit: float, summary: RunSummary) -> Check:
 
 
 def _epsilon(limit: float, evidence: Evidence) -> Check:
-    """Compares the weakest client's epsilon with its limit; nothing guaranteed is no epsilon.
+    """Compares the weakest client's epsilon with its limit; without a guarantee there is none.
 
     An epsilon is computed, not estimated, so it has no interval.
     """
@@ -228,8 +228,8 @@ def _alarms(limit: int, summary: RunSummary) -> Check:
 def _bounded(name: str, limit: float, canary: CanarySummary) -> Check:
     """Compares the largest lower bound on any client's epsilon with a limit.
 
-    Every kind of bound holds in all rows at once, so taking the largest picks no cherries.
-    One below the limit shows nothing: it is the accounted epsilon that opens the gate.
+    Every kind of bound holds in all rows at once, so the largest may be taken. A bound below the
+    limit shows nothing: the accounted epsilon opens the gate.
     """
     kinds = {
         "if the noise is Gaussian": [row.gaussian or 0.0 for row in canary.bounds],
@@ -246,7 +246,7 @@ def _bounded(name: str, limit: float, canary: CanarySummary) -> Check:
 def _utility(limits: Mapping[str, float], evidence: Evidence) -> list[Check]:
     """Measures the trained model anew and compares it with limits.
 
-    Held-out texts are what they are, so the figures have no interval.
+    The held-out texts are fixed, so the figures have no interval.
     """
     try:
         measured = _evaluated(evidence)

@@ -1,4 +1,4 @@
-"""Asks whether enough was measured for the limits to say anything."""
+"""Checks whether enough was measured for the limits to mean anything."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
@@ -20,14 +20,14 @@ from fedleak.store.summaries import SURE
 from fedleak.util.lists import first_of, grouped
 
 FOUND_ALL, MOST_WRONG = 1.0, 0.5
-"""Tokens are found if all are, and at most half of those that are named are wrong."""
+"""Tokens count as found if all of them are named, and at most half of the named are wrong."""
 
 READ_FEW = 0.5
 """Sequences that hold less than this share of the tokens that were found leave much unread."""
 
 
 def measured_checks(limits: GateTable, evidence: Evidence, leaks: Collection[str]) -> list[Check]:
-    """Returns the checks of what limits on attacks need.
+    """Returns checks that enough was measured for limits on attacks.
 
     Args:
         limits: Of the gate.
@@ -62,7 +62,7 @@ def required_checks(limits: GateTable, evidence: Evidence) -> list[Check]:
 
 
 def _clients(evidence: Evidence) -> Check:
-    """Checks that for every client one with the same defenses was attacked."""
+    """Checks that every client, or one with the same defenses, was attacked."""
     experiment = evidence.experiment
     attacked = {key.client for key in captures_of(evidence.run, experiment)}
     trained = {key.client for key in _made(evidence)}
@@ -108,7 +108,7 @@ def _made(evidence: Evidence) -> list[Key]:
 
 
 def _has_answered(row: LeakageRow) -> bool:
-    """Whether a row is an answer; label counts, for example, score no text."""
+    """Whether a row is an answer, also one without scores of texts, such as label counts."""
     return row.status == Status.RECOVERED or row.texts is not None
 
 
@@ -151,7 +151,7 @@ def _lacks(case: Case, rows: Sequence[LeakageRow], leaks: Collection[str]) -> li
 
 
 def _alarms(rows: Sequence[LeakageRow], leaks: Collection[str]) -> Check:
-    """Checks that no row of the run says that the figures are too low."""
+    """Checks that no row of the run shows that the figures are too low."""
     alarms = [*_below_control(rows)]
     if SEQUENCES & {*leaks}:
         alarms += _tokens_unread(rows)
@@ -178,7 +178,7 @@ def _below_control(rows: Sequence[LeakageRow]) -> Iterator[str]:
 
 
 def _tokens_unread(rows: Sequence[LeakageRow]) -> Iterator[str]:
-    """Yields a sentence for each attack that found tokens of which sequences hold few."""
+    """Yields a sentence for each attack that found tokens which mostly are in no named sequence."""
     searched = (row for row in rows if row.token_recall is not None)
     by_update = grouped(searched, lambda row: row.key)
     finders: Counter[str] = Counter()
@@ -198,7 +198,7 @@ def _tokens_unread(rows: Sequence[LeakageRow]) -> Iterator[str]:
 
 
 def _attack(name: str, evidence: Evidence, least_seconds: float, *, may_abstain: bool) -> Check:
-    """Checks that an attack was free to work on every update that it was for."""
+    """Checks that an attack was free to work on every update that it should attack."""
     rows = [row for row in evidence.rows.leakage if row.attack == name]
     expected = captures_of(evidence.run, evidence.experiment)
     ended = Counter(row.status for row in rows)

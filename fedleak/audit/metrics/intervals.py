@@ -1,10 +1,10 @@
 """How certain a figure is: 95 % intervals.
 
-Texts of one client are not independent, neither within a batch nor over rounds. Clients are, so a
-client is a cluster, and the estimand of `clustered_mean` is the mean over texts (or updates) of
-*other clients like these*, none of whom has more of them than the largest client that is known.
-Texts that all go one way say little if they are of one client, however many they are. `wilson` is
-for what is independent, such as the held-out texts that a model is scored on.
+Texts of one client are not independent, neither within a batch nor over rounds. Clients are
+independent, so a client is a cluster, and the estimand of `clustered_mean` is the mean over texts
+(or updates) of *other clients like these*, none of whom has more of them than the largest client
+that is known. Many texts with the same result show little if all are of one client. `wilson` is for
+independent trials, such as the held-out texts that a model is scored on.
 """
 
 import math
@@ -58,24 +58,24 @@ def clustered_mean(
 ) -> Interval:
     """Returns a mean of bounded values with an interval that holds at the bounds too.
 
-    It is Gaffke's (2005; see Phan, Thomas and Learned-Miller, ICML 2021): the clusters are weighted
-    at random, beside one more that nobody has seen, which is `least` for the lower end and `most`
-    for the upper one. So it is never of zero width. Where clusters of one size are all or nothing,
-    it is Clopper and Pearson's (1934) and holds exactly; else it is narrower, the more alike they
-    are, and that it holds is a conjecture to which no exception is known.
+    The interval is Gaffke's (2005; see Phan, Thomas and Learned-Miller, ICML 2021): the clusters
+    are weighted at random, with one more that is unseen and has the value `least` for the lower end
+    and `most` for the upper one. So its width is never zero. If clusters of one size are all or
+    nothing, it is Clopper and Pearson's (1934) and holds exactly; else it is narrower, the more
+    alike they are, and that it holds is a conjecture to which no exception is known.
 
-    Where sizes differ it is the test that the sum of (value - mean) times weight has expectation 0,
-    for all means that this does not reject. Such a sum is bounded only if the size of a cluster is,
-    so the interval is for clusters that are no larger than the largest that is known.
+    If sizes differ, the interval is all means for which a test does not reject that the sum of
+    (value - mean) times weight has expectation 0. Such a sum is bounded only if the size of a
+    cluster is, so the interval is for clusters that are no larger than the largest that is known.
 
     Args:
         values: From `least` to `most`; at least one.
         clusters: The cluster of each value.
-        weights: How much each value counts, such as how many texts it is the mean of; None: all
+        weights: How much each value counts, such as the number of texts in its mean; None: all
             alike.
         most, least: The largest and the smallest value there can be.
-        largest: The most that a cluster can count, also one that is not here; less than the largest
-            one here: no other is known.
+        largest: The most that any cluster can count, seen or not; if it is less than the largest
+            cluster here, that one is taken.
         miss: How often each end may miss.
     """
     counted = np.ones(len(values)) if weights is None else np.asarray(weights, float)
@@ -97,9 +97,9 @@ def clustered_mean(
 
 @lru_cache(maxsize=4)
 def _weightings(clusters: int) -> NDArray[np.float64]:
-    """Returns random weights of clusters, in proportion to Dirichlet's, one draw in each row.
+    """Returns random weights of clusters, proportional to Dirichlet weights, one draw in each row.
 
-    They are the same for each figure of as many clusters, and take longer than the figure.
+    All figures with as many clusters share them: drawing them takes longer than the figure.
     """
     count = min(MOST_DRAWS, max(FEWEST_DRAWS, NUMBERS // clusters))
     draws = np.random.default_rng(SEED).standard_exponential((count, clusters))
@@ -108,14 +108,15 @@ def _weightings(clusters: int) -> NDArray[np.float64]:
 
 
 def ranks_of_quantile(share: float, count: int, miss: float) -> tuple[int | None, int | None]:
-    """Returns which of independent values, from the largest, bound their upper quantile.
+    """Returns two ranks, from the largest, that bound an upper quantile of independent values.
 
-    Above the value that so many others exceed, a share of all values is at most the given one for
-    the first rank, and at least that for the second, each but for a chance of `miss` (order
-    statistics; David and Nagaraja 2003, section 7.1). None: so few values do not bound it.
+    The rank of a value is how many others exceed it. The share of the distribution above the value
+    of the first rank is at most `share`, above that of the second at least `share`, each but for a
+    chance of `miss` (order statistics; David and Nagaraja 2003, section 7.1). None: so few values
+    do not bound it.
 
     Args:
-        share: Of the distribution that is above the quantile.
+        share: The share of the distribution that is above the quantile.
         count: Values that there are.
         miss: How often each may be wrong.
     """
@@ -131,9 +132,9 @@ def ranks_of_quantile(share: float, count: int, miss: float) -> tuple[int | None
 def sign_flip_test(differences: Sequence[float]) -> float:
     """Returns the p for a mean of differences, if each is as likely as its negative.
 
-    So it is where two treatments of a client do the same: then it does not matter which is called
-    the first. Of up to 13 differences all signs are tried, so it is exact (Fisher 1935); of more
-    it is by random signs, and holds too.
+    That is so if two treatments of a client do the same: then it does not matter which is called
+    the first. For up to 13 differences all signs are tried, so p is exact (Fisher 1935); for more,
+    signs are random, and p holds too.
     """
     from scipy.stats import permutation_test
 
@@ -153,7 +154,7 @@ def sign_flip_test(differences: Sequence[float]) -> float:
 def sign_test(differences: Sequence[float]) -> float:
     """Returns the p for independent differences being as likely above 0 as below it.
 
-    Where each difference is between two yes-or-no outcomes, it is McNemar's exact test.
+    If each difference is between two yes-or-no outcomes, this is McNemar's exact test.
     """
     from scipy.stats import binomtest
 

@@ -1,4 +1,4 @@
-"""Which answer is meant for which sequence: one to one, never the same answer twice."""
+"""Assigns answers to sequences: one to one, never the same answer twice."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar

@@ -1,10 +1,10 @@
-"""Is it independent noise of one distribution? Tests of the numbers that two updates differ by.
+"""Tests whether the difference of two updates is independent noise of one distribution.
 
-The pooled variance is right also where one tensor has no noise and another twice as much, where a
-generator is seeded anew for each tensor, or where a tensor repeats itself. A server that subtracts
-what repeats is left with the update.
+The pooled variance is right also if one tensor has no noise and another twice as much, if a
+generator is seeded anew for each tensor, or if a tensor repeats itself. A server that subtracts the
+repeated noise is left with the update.
 
-Each test has its p under honest noise, corrected for how many tensors, pairs or lags it looks at.
+Each test gives its p under honest noise, corrected for how many tensors, pairs or lags it looks at.
 """
 
 import math
@@ -21,11 +21,11 @@ UNLIKELY = 1e-7
 """The p below which a test says that noise is not what it should be."""
 
 PREFIX, FEWEST, LONGEST, BLOCK = 4096, 256, 2**20, 256
-"""Numbers of each tensor that are compared between tensors; fewest that a lag leaves; most that all
-lags of are looked at; and rows and columns of which the rank is."""
+"""Numbers of each tensor that are compared between tensors; fewest numbers that a lag leaves; most
+numbers of which all lags are tested; and rows and columns of a block whose rank is tested."""
 
 DRAWN = 100_000
-"""Numbers that the distribution is tested on, and fewest of which the kurtosis is nearly normal."""
+"""Most numbers that the distribution is tested on, and fewest whose kurtosis is nearly normal."""
 
 
 class NoiseTest(NamedTuple):
@@ -50,7 +50,7 @@ def normal(x: Floats) -> Floats:
 
 
 def laplace(x: Floats) -> Floats:
-    """Returns that of the difference of two Laplace variables, variance 1."""
+    """Returns the distribution function of the difference of two Laplace variables, variance 1."""
     far = 2 * np.abs(x)
     tail = 0.25 * np.exp(-far) * (2 + far)
     return np.asarray(np.where(x < 0, tail, 1 - tail))
@@ -63,7 +63,7 @@ def tests(
 
     Args:
         noise: By tensor, the difference of two draws, in any scale.
-        distribution: Of a number, with variance 1.
+        distribution: The distribution function of a number, with variance 1.
     """
     flat = {name: value.double().flatten().numpy() for name, value in sorted(noise.items())}
     count = sum(map(len, flat.values()))
@@ -169,7 +169,7 @@ def _lags(tensors: list[Floats]) -> NoiseTest:
 
 
 def _rank(matrices: list[Floats]) -> NoiseTest:
-    """Tests the largest singular value: it is large where rows are sums of a few.
+    """Tests the largest singular value: it is large if rows are sums of a few vectors.
 
     It is above sqrt(rows) + sqrt(columns) + t with a probability of at most exp(-t^2 / 2) (Davidson
     and Szarek 2001, theorem II.13).

@@ -1,10 +1,9 @@
-"""Personal data in private texts, and which of it stands in what an attack read.
+"""Finds personal data in private texts, and which of it an attack read.
 
-Rules find what can be told from its form: mail and web addresses, dates, numbers, streets. What a
-name is nobody can tell from the form, least of all in texts that a tokenizer has put in lower
-case: names are looked for only where a list of them is given, or by Presidio with a model of
-spaCy. Texts are looked at as the tokenizer gives their tokens back, where a word and the full stop
-or sign behind it may be apart.
+Rules find what has a typical form: mail and web addresses, dates, numbers, streets. Names have no
+such form, least of all in texts that a tokenizer has put in lower case: they are looked for only
+with a given list, or by Presidio with a model of spaCy. Texts are searched as the tokenizer decodes
+their tokens, which may put a space between a word and the full stop or sign behind it.
 """
 
 import re
@@ -75,7 +74,7 @@ class Item:
 
     Attributes:
         kind: Such as `mail address`.
-        place: Of the text in its batch.
+        place: The place of the text in its batch.
         ids: Its tokens.
     """
 
@@ -135,14 +134,14 @@ def _is_number_of(kind: str, words: str) -> bool:
     if kind == "IBAN":
         return int("".join(map(str, digits[4:] + digits[:4]))) % 97 == 1
     if kind == "card number":
-        # Every other one is doubled, beginning with the last but one.
+        # Every other digit is doubled, beginning with the last but one.
         doubled = (digit * (1 + place % 2) for place, digit in enumerate(reversed(digits)))
         return sum(digit - 9 * (digit > 9) for digit in doubled) % 10 == 0
     return True
 
 
 def _listed(path: Path, model: LanguageModel) -> Recogniser:
-    """Returns what finds the lines of a file, as the tokenizer would give them back."""
+    """Returns a recogniser of the lines of a file, as the tokenizer would decode them."""
     try:
         text = content(path, MOST_SETTINGS, linked=True).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -158,7 +157,7 @@ def _listed(path: Path, model: LanguageModel) -> Recogniser:
 
 
 def _presidio(spacy_model: str) -> Recogniser:
-    """Returns what Presidio finds with an English model of spaCy that is installed."""
+    """Returns a recogniser by Presidio with an English model of spaCy that is installed."""
     try:
         from presidio_analyzer import AnalyzerEngine
         from presidio_analyzer.nlp_engine import NlpEngineProvider
@@ -209,7 +208,7 @@ def find(
 
 
 def _tokens_of(span: Span, ids: Sequence[int], model: LanguageModel) -> tuple[int, ...]:
-    """Returns the fewest neighbouring tokens that a part of a text is written with."""
+    """Returns the fewest neighbouring tokens that contain a part of a text."""
 
     def written(count: int) -> int:
         return len(model.decode(ids[:count]))
@@ -227,7 +226,7 @@ def read(
     Args:
         items: Personal data of the private texts.
         answers: Token ids of each text that the attack named.
-        model: For its special tokens, which count for nothing.
+        model: For its special tokens, which are ignored.
     """
     lengths = {len(item.ids) for item in items}
     parts = {

@@ -1,9 +1,9 @@
-"""ROUGE F-scores from 0 to 100, as the rouge-score package has them without stemming.
+"""ROUGE F-scores from 0 to 100, as the rouge-score package computes them without stemming.
 
-Words are the package's: it lower-cases and keeps ASCII letters and digits only, so punctuation does
-not count, and text in other scripts scores 0. The counts are made here, once for each text, and the
-longest common subsequence takes an operation a word: a run has a hundred pairs of texts for each
-score that it shows.
+The package splits texts into words: it lower-cases and keeps ASCII letters and digits only, so
+punctuation does not count, and text in other scripts scores 0. This module counts words once for
+each text, and finds the longest common subsequence with one operation a word: a run has a hundred
+pairs of texts for each score that it shows.
 """
 
 from collections import Counter
@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 PAIRS = 2**17
-"""How many scores are remembered: controls meet the same held-out texts again and again."""
+"""How many scores are cached: controls score the same held-out texts many times."""
 
 
 class Rouge(NamedTuple):
@@ -24,7 +24,7 @@ class Rouge(NamedTuple):
 
 
 class _Words(NamedTuple):
-    """The words of a text, how often each and each pair occurs, and the places of each as bits."""
+    """The words of a text, counts of words and of pairs, and the places of each word as bits."""
 
     words: list[str]
     single: Counter[Any]

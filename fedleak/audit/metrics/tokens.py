@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 
 class Overlap(NamedTuple):
-    """Shares from 0 to 1; None where there is nothing to have a share of."""
+    """Shares from 0 to 1; None: there are no tokens to have a share of."""
 
     recall: float | None
     precision: float | None

@@ -14,9 +14,9 @@ BATCH = 16
 def evaluate(
     model: LanguageModel, sequences: Sequence[Sequence[int]], labels: Sequence[int]
 ) -> dict[str, float]:
-    """Returns the mean loss, and what the task is judged by.
+    """Returns the mean loss and the figures of the task.
 
-    For a classifier accuracy, F1 (macro above two classes) and MCC; for a causal model perplexity,
+    A classifier has accuracy, F1 (macro above two classes) and MCC; a causal model has perplexity,
     over all target tokens alike.
     """
     model.module.eval()
@@ -40,7 +40,7 @@ def evaluate(
         from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
         average = "binary" if model.num_labels == 2 else "macro"
-        # With one class in all, sklearn says 0 too, and warns.
+        # If all have one class, sklearn returns 0 too, and warns.
         several = len({*labels, *predicted}) > 1
         scores |= {
             "accuracy": float(accuracy_score(labels, predicted)),

@@ -1,18 +1,18 @@
-"""What the canaries of an audit say about each client's privacy, beside what the ledger says.
+"""What the canaries of an audit show about each client's privacy, compared with the ledger.
 
-The server scores canaries in what it captured: it knows their places and directions. Who is in is
-the client's secret; it is read from the vault here, and nowhere else.
+The server scores canaries in its captures: it knows their places and directions. Which canaries are
+in is the client's secret; only this module reads it from the vault.
 
-A canary's scores of all its rounds make one number, and from those come three lower bounds on the
-epsilon of the whole run (`bounds`), for each client and for all together. Each kind of
-bound holds in all cells at once with the stated confidence: half of the error is for the bound over
-all clients, and the other half is divided among the clients.
+The scores of a canary in all its rounds make one number, and these numbers give three lower bounds
+on the epsilon of the whole run (`bounds`), for each client and for all together. Each kind of bound
+holds in all cells at once with the stated confidence: half of the error is for the bound over all
+clients, and the other half is divided among the clients.
 
 A fourth bound is on one step without sampling, from the canaries that it is known to have drawn.
 
-A bound contradicts the ledger if it is above the epsilon of what the ledger counts, by the tighter
-accountant, where chance would put one less than once in a thousand audits, over all cells and
-kinds: the mechanism does not do what the ledger says.
+A bound contradicts the ledger if it is above the epsilon that the tighter accountant gives for what
+the ledger counts: the mechanism does not do what the ledger says. These bounds are set so that
+chance causes this less than once in a thousand audits, over all cells and kinds.
 """
 
 import math
@@ -48,24 +48,24 @@ from fedleak.util.finite import all_finite
 from fedleak.util.lists import grouped
 
 CONFIDENCE = 0.95
-"""With which each kind of bound holds in all cells."""
+"""The confidence with which each kind of bound holds in all cells."""
 
 ALARM = 0.001
-"""How often a mechanism that does what its ledger says is accused."""
+"""How often a mechanism that does what its ledger says causes an alarm."""
 
 TESTS = 5
 """The error of an alarm is divided among the three kinds of bounds, the bound on a step, and the
 search for noise that was used twice."""
 
 LOUD_NOISE = 0.97
-"""With this share of noise in an update's squared norm, witnesses see it and not the gradient,
-which is much the same in every round."""
+"""With this share of noise in an update's squared norm, witnesses measure the noise and not the
+gradient, which is much the same in every round."""
 
 
 def canary_rows(run: Run, recorded: Recorded, gaps: Gaps) -> list[CanaryRow]:
     """Returns the rows of canaries.jsonl: the scores in each update whose capture is here.
 
-    What was scored earlier stays where the capture or the coins are gone.
+    Earlier rows stay if the capture or the coins are gone.
     """
     rows = {row.key: row for row in recorded.earlier.canary}
     if recorded.experiment.canary is None:
@@ -143,12 +143,12 @@ def _row(
 
 @dataclass(frozen=True)
 class Tally:
-    """The canaries of one client, a number each over all rounds, and what is announced.
+    """The canaries of one client, with one score each over all rounds, and the client's ledger.
 
     Attributes:
-        client: Whose.
-        rows: Its scored updates.
-        ledger: What its ledger says after the last of them; None: nothing is guaranteed.
+        client: The client.
+        rows: The client's scored updates.
+        ledger: The row of the ledger after the last of these; None: nothing is guaranteed.
     """
 
     client: int
@@ -162,7 +162,7 @@ class Tally:
 
     @property
     def signed(self) -> bool:
-        """Whether its canaries are plus or minus, and not there or not."""
+        """Whether its canaries are plus or minus, and not in or out."""
         return self.whole and not self.rows[0].joined
 
     @property
@@ -177,7 +177,7 @@ class Tally:
 
     @property
     def epsilon(self) -> Epsilon:
-        """What its ledger says."""
+        """The epsilon of its ledger."""
         return privacy.NONE if self.ledger is None else self.ledger.epsilon
 
     @property
@@ -192,7 +192,7 @@ class Tally:
 
     @property
     def mu(self) -> float:
-        """How far apart the scores of those in and out should be, as the ledger announces."""
+        """How far apart the scores of canaries in and out should be, by the ledger."""
         if self.ledger is None:
             return UNBOUNDED_MU
         most = max(len(slot) for slot in self._slots.values())
@@ -200,7 +200,7 @@ class Tally:
 
     @property
     def _mu_of_update(self) -> float:
-        """How far apart they should be in one update, for a canary in every step that it may be."""
+        """How far apart these should be in one update, for a canary in all its possible steps."""
         row, ledger = self.rows[0], self.ledger
         noise = (ledger and ledger.noise_multiplier) or 1 / UNBOUNDED_MU
         return row.uses / (math.sqrt(row.steps) * noise)
@@ -211,12 +211,12 @@ class Tally:
 
     @cached_property
     def coins(self) -> list[bool]:
-        """Whether each canary is in; of whole updates, whether its sign is plus."""
+        """Whether each canary is in; for whole updates with a sign, whether the sign is plus."""
         return list(chain(*(rows[0].inside for rows in self._slots.values())))
 
     @cached_property
     def scores(self) -> list[float]:
-        """One score for each canary: variance 1 for one that is out, unless it is sampled."""
+        """One score for each canary; it has variance 1 if the canary is out and not sampled."""
         return list(chain(*(self._together(rows) for rows in self._slots.values())))
 
     def _together(self, rows: Sequence[CanaryRow]) -> list[float]:
@@ -331,8 +331,8 @@ def _accounted(cell: Sequence[Tally]) -> Epsilon:
 def _contradiction(cell: Sequence[Tally], alpha: float, delta: float) -> str | None:
     """Returns what contradicts the ledger; None: nothing does.
 
-    What is compared is the smallest epsilon that an accountant gives for what the ledger counts: if
-    the mechanism did that, it would hold.
+    The bound is compared with the smallest epsilon that an accountant gives for what the ledger
+    counts: it holds if the mechanism does what the ledger says.
     """
     if _accounted(cell) == privacy.NONE:
         return None
@@ -353,9 +353,9 @@ class _Steps(NamedTuple):
     """The canaries of an update that are clipped alike, as uses of one step.
 
     Attributes:
-        key: Of the update.
-        group: Which of its canaries they are.
-        scores, means: Of each that is in: its score, and what it is beside noise of 1.
+        key: The update.
+        group: Which group of the update's canaries it is.
+        scores, means: For each canary that is in, its score, and its mean if noise were 1.
         noise: The least noise multiplier that the ledger counts.
     """
 
@@ -367,10 +367,10 @@ class _Steps(NamedTuple):
 
 
 def _steps(tally: Tally) -> Iterator[_Steps]:
-    """Yields the canaries that took part in a client's updates, where a ledger announces noise.
+    """Yields the canaries that took part in a client's updates, if a ledger announces noise.
 
     A canary that is in n of T steps that count alike has the mean n / sqrt(T); if they count
-    otherwise, sqrt(n) at most.
+    differently, sqrt(n) at most.
     """
     if tally.ledger is None or not tally.ledger.uses:
         return
@@ -402,8 +402,9 @@ def _step_bound(steps: Sequence[_Steps], alpha: float, delta: float) -> float | 
 def _loud_steps(steps: Sequence[_Steps], delta: float) -> Iterator[str]:
     """Yields what contradicts the noise and the clipping of a step.
 
-    A third of the error is for all canaries together, one for those of each client, and one for
-    those that are clipped alike in an update: a clip may be wrong for some norms or lengths alone.
+    A third of the error is for all canaries together, a third for the canaries of each client, and
+    a third for canaries that are clipped alike in an update: a clip may be wrong only for some
+    norms or lengths.
     """
     for cells in (
         {"all clients": steps},
@@ -426,8 +427,9 @@ def _loud_steps(steps: Sequence[_Steps], delta: float) -> Iterator[str]:
 def _reused_noise(tallied: Sequence[Tally], *, sums: bool) -> list[str]:
     """Returns a sentence if two updates that a ledger counts as noisy have the same noise.
 
-    The witnesses' scores in two updates are independent if the noise is: then their product, over
-    the norm of one of them, is normal. With the same noise it is about that norm.
+    If the noise of two updates is independent, so are the witnesses' scores: then their scalar
+    product, divided by the norm of one of them, is normal. With the same noise it is about that
+    norm.
     """
     from scipy.special import ndtr  # here, because it takes a while
 

@@ -1,12 +1,12 @@
 """The list of texts that an attack on membership is asked about: the auditor makes it.
 
 Without a file, each text of a batch stands in the list beside a held-out text of the same class.
-Which texts are held out was drawn with the experiment's seed before anybody trained, so each of two
-such texts was as likely to be the one in the batch: a fair coin, which the attack does not see. A
-text has its own order of preference among the held-out texts, so the same one stands beside it in
-every round, unless another text of the batch took that. Clients prefer different texts.
+The held-out texts were drawn with the experiment's seed before training, so each text of such a
+pair was equally likely to be the one in the batch: a fair coin, which the attack does not see. A
+text has its own order of preference among the held-out texts, so it has the same partner in every
+round, unless another text of the batch has taken that one. Clients prefer different texts.
 
-A list from a file is all of the file, for every update.
+A list from a file has all texts of the file, for every update.
 
 The attack gets the texts in a random order.
 """
@@ -33,9 +33,9 @@ class Questions:
     Attributes:
         asked: What the attack gets.
         inside: Whether each text of the list was in the batch.
-        pairs: Places in the list of a text of the batch and of the text that stands beside it;
-            none where the list is from a file.
-        lines: Of a list from a file, the place there of each text, from 0; else None.
+        pairs: Places in the list of each text of the batch and of its held-out partner; empty if
+            the list is from a file.
+        lines: For a list from a file, the line of each text in the file, from 0; else None.
     """
 
     asked: Candidates
@@ -55,9 +55,9 @@ def questions(
 
     Args:
         truth: The batch.
-        held_out: What no client trains on.
-        seed: Of the experiment.
-        clients: Of the federation.
+        held_out: Texts that no client trains on.
+        seed: The experiment's seed.
+        clients: How many clients the federation has.
         from_file: The list that a file gives; None: it is made of the batch and held-out texts.
     """
     labelled = bool(truth.labels)
@@ -69,7 +69,7 @@ def questions(
     if from_file is not None:
         return _questions_of_file(truth, from_file.examples(labelled=labelled), public, rng)
     own = {example.ids: example for example in _batch(truth)}
-    # A text on both sides is neither: leaving it out on both does not tell them apart.
+    # A text of the batch that is held out, too, is left out on both sides, which reveals nothing.
     members = [
         example
         for ids, example in sorted(own.items())
@@ -120,7 +120,7 @@ def _questions_of_file(
 def _preferred(
     member: Example, free: Sequence[Example], client: int, clients: int, seed: int
 ) -> Iterator[Example]:
-    """Yields held-out texts in the order in which they come to stand beside a text."""
+    """Yields held-out texts in a text's order of preference."""
     order = torch.randperm(len(free), generator=stream(seed, "beside", *member.ids)).tolist()
     # First this client's share of them, so that clients seldom want the same text.
     yield from (free[i] for i in order if i % clients == client)

@@ -1,10 +1,10 @@
-"""Asks a causal model how a text goes on: how likely a secret is, and whether the model writes it.
+"""Continues texts with a causal model: how likely a secret is, and whether the model writes it.
 
-Decodings are greedy, by beams, and contrastive: between a model and the one before it, in the
-manner of Contrastive Decoding Diffing (Brzozowski et al. 2026, arXiv 2605.25902), which amplifies
-at each step what the later model says otherwise than the earlier one. That needs the models'
-outputs alone. Here the tokens that it may choose are those that the later model finds plausible
-(Li et al. 2023, "Contrastive Decoding", equation 3).
+Decoding is greedy, by beams, or contrastive between a model and the one before it. The last is in
+the manner of Contrastive Decoding Diffing (Brzozowski et al. 2026, arXiv 2605.25902), which
+amplifies at each step how the later model differs from the earlier one. It needs the models'
+outputs alone. Here it may choose only tokens that the later model finds plausible (Li et al. 2023,
+"Contrastive Decoding", equation 3).
 """
 
 import math
@@ -25,10 +25,10 @@ BEAMS = 8
 """Texts that beam search keeps."""
 
 AMPLIFIED = 1.0
-"""How many times the difference of two models is added to what the later one says."""
+"""How many times the difference of two models is added to the later one's log-probabilities."""
 
 PLAUSIBLE = 0.1
-"""A token may be chosen if the later model gives it this share of what it gives the likeliest."""
+"""A token may be chosen if the later model gives it this share of the largest probability."""
 
 
 @torch.no_grad()
@@ -59,7 +59,7 @@ def written(
     beams: int = 1,
     before: LanguageModel | None = None,
 ) -> tuple[bool, ...]:
-    """Returns of each secret whether the model, given its beginning, writes it word for word.
+    """Returns for each secret whether the model, given its beginning, writes it word for word.
 
     Args:
         model: The published model.
@@ -94,7 +94,7 @@ def _continued(
     beams: int,
     before: LanguageModel | None,
 ) -> list[list[int]]:
-    """Returns how the model goes on from beginnings of the same length, so many tokens at most."""
+    """Returns how the model continues beginnings of one length, by at most `length` tokens."""
     prompts_BT, mask_BT = pad(prompts, model.tokenizer.pad_token_id, model.device)
     module: Any = model.module.eval()
     ids_BT = module.generate(
@@ -111,7 +111,7 @@ def _continued(
 
 
 class _Contrast:
-    """Adds to a model's logits by how much they exceed those of another model, step by step."""
+    """Adds to a model's logits, at each step, their difference from those of another model."""
 
     def __init__(self, before: LanguageModel) -> None:
         self._before: Any = before.module.eval()

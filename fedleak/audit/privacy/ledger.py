@@ -20,25 +20,25 @@ from fedleak.training.privacy import Event, Spent
 from fedleak.util.lists import grouped
 
 UNLIKELY = 1e-6
-"""How often a sampler that does what the ledger says is accused."""
+"""How often a sampler that does what the ledger says causes an alarm."""
 
 EXACT = 16
-"""Rounds of a client that are all composed by the accountant that is asked for: of later ones it
-takes powers of two and the last, and the faster accountant the others."""
+"""First rounds of a client that the accountant of the experiment composes. Of later rounds it
+composes powers of two and the last one; the faster accountant composes the others."""
 
 CONTRADICTED = "the mechanism does not do what the ledger says"
-"""How each sentence ends that ends a run with status 1."""
+"""The end of each sentence because of which a run ends with status 1."""
 
 
 class ClientNote(BaseModel):
     """A file in which a client noted what its defenses did in a round.
 
     Attributes:
-        defenses: What each did.
+        defenses: What each defense did.
         training: Figures of the training.
         events: What the round adds to the ledger.
-        records: Its examples, and dummies of canaries.
-        drawn: Which of them each private step took; none: an older version did not write it down.
+        records: How many examples and dummies of canaries the client has.
+        drawn: Which records each private step took; empty: an older version did not write them.
     """
 
     defenses: list[DefenseFigures]
@@ -49,7 +49,7 @@ class ClientNote(BaseModel):
 
     @model_validator(mode="after")
     def _draws_of_records(self) -> "ClientNote":
-        """Refuses numbers of records that are not there."""
+        """Refuses numbers of records that do not exist."""
         if any(not 0 <= record < self.records for step in self.drawn for record in step):
             raise ValueError(f"drawn: a record is not one of {self.records}")
         return self
@@ -64,9 +64,9 @@ def ledger(
 ) -> list[LedgerRow]:
     """Returns the rows of privacy.jsonl: what each client has spent by each of its rounds.
 
-    It is composed anew from what clients noted of every round, so a run that was stopped and goes
-    on counts none twice and forgets none. From the first round whose note is gone a client
-    keeps its earlier rows; where there are none, nothing is guaranteed.
+    It is composed anew from clients' notes on every round, so a run that was stopped and goes on
+    counts each round once. From the first round whose note is gone, a client keeps its earlier
+    rows; without earlier rows, nothing is guaranteed.
     """
     table = experiment.privacy
     truths, captured = set(run.vault.all_keys()), set(run.captures.all_keys())
@@ -117,7 +117,7 @@ def ledger(
 
 
 def _never_above_later(rows: Sequence[LedgerRow]) -> list[LedgerRow]:
-    """Returns the rows with no epsilon above that of a later round, which bounds it, too."""
+    """Returns the rows, with each epsilon at most that of later rounds, which bounds it, too."""
     smallest: dict[tuple[int, str], float] = {}
     bounded = []
     for row in reversed(rows):
@@ -132,7 +132,7 @@ def _never_above_later(rows: Sequence[LedgerRow]) -> list[LedgerRow]:
 def _of_users(
     experiment: Experiment, sizes: Sequence[int] | None, events: Mapping[int, Sequence[Event]]
 ) -> Iterator[str]:
-    """Yields what all examples of a client spend together, where one is what is protected."""
+    """Yields what all examples of a client spend together, if the unit is one example."""
     table, spent = experiment.privacy, {}
     for client, own in events.items():
         of_examples = [event for event in own if event.unit == "example"]
@@ -188,7 +188,7 @@ def _drawn_otherwise(notes: Mapping[Key, ClientNote | None]) -> Iterator[str]:
 def _large_delta(
     experiment: Experiment, sizes: Sequence[int] | None, rows: Sequence[LedgerRow]
 ) -> Iterator[str]:
-    """Yields a sentence for each unit whose delta allows to publish one of them whole."""
+    """Yields a sentence for each unit if delta is so large that it allows to publish one whole."""
     delta = experiment.privacy.delta
     numbers = {"client": experiment.federation.clients}
     if sizes is not None:
@@ -219,9 +219,9 @@ def _ledger_row(key: Key, spent: Spent, accountant: str) -> LedgerRow:
 
 
 def guarantee(rows: Sequence[LedgerRow]) -> Guarantee | None:
-    """Returns what holds for every client after its last round: the weakest of the strongest.
+    """Returns the guarantee that holds for every client after its last round.
 
-    A client that bounds both its examples and itself has the smaller epsilon of the two.
+    It is the weakest one. A client with one for its examples and one for itself has the stronger.
     """
     last = {(row.client, row.unit): row for row in rows}
 

@@ -1,16 +1,15 @@
 """How well an attack tells which texts were in an update, and the epsilon that follows from it.
 
 A row has the scores of a list of texts, and which of them were in. A text that a client is asked
-about in several rounds counts with the mean of its scores. From these come for each score:
+about in several rounds counts with the mean of its scores. These means give for each score:
 
 - the ROC curve: the share of the texts that were in and score above a threshold, against the share
-  of the others that do. Its points at 1 % and 0.1 % (Carlini et al. 2022) are there if there are
-  enough others to say so;
-- the area under it (AUC), for texts of the same client: the chance that one that was in scores
-  higher than one that was not. 0.5 is chance, 1 is certainty;
+  of the other texts above it. Its points at 1 % and 0.1 % (Carlini et al. 2022) need enough others;
+- the area under it (AUC), for texts of the same client: the chance that a text that was in scores
+  higher than a text that was not. 0.5 is chance, 1 is certainty;
 - a lower bound on epsilon (`lower_bounds.epsilon_delta_bound`) for replacing one text by another.
-  Of each pair (`candidates`) the auditor guesses which text was in. A pair counts once,
-  because its coin was thrown once, and a text is in one pair only.
+  For each pair (`candidates`) the auditor guesses which text was in. A pair counts once, because
+  its coin was thrown once, and a text is in one pair only.
 
 The bounds of all attacks and scores hold at once with `CONFIDENCE`.
 """
@@ -43,14 +42,14 @@ from fedleak.store.summaries import (
 from fedleak.training.truth import GroundTruth
 
 CONFIDENCE = 0.95
-"""With which the bounds of all attacks and scores hold."""
+"""The confidence with which the bounds of all attacks and scores hold."""
 
 ANNOUNCED_MU = 3.0
-"""How far apart the two texts of a pair are expected to score: it decides how many are guessed."""
+"""How far apart the two texts of a pair should score: it decides how many pairs are guessed."""
 
 ONE_PERCENT, A_TENTH_PERCENT = 0.01, 0.001
 ACCUSED = (A_TENTH_PERCENT, ONE_PERCENT, 0.02, *(step / 20 for step in range(1, 20)))
-"""Shares of the texts outside that may be accused: the points of a ROC curve."""
+"""Shares of the texts that were not in that may be accused: the points of a ROC curve."""
 
 
 def membership_rows(
@@ -65,11 +64,11 @@ def membership_rows(
 
     Args:
         experiment: What was prepared.
-        held_out: What no client trains on; None: it is not needed.
-        from_file: By attack, if it has one, the list of its file.
+        held_out: Texts that no client trains on; None: they are not needed.
+        from_file: For each attack whose list is from a file, that list.
         answers: By update and attack.
         truths: By update; None where it is missing.
-        earlier: Rows of the last time: those without a truth now stay.
+        earlier: Rows of the last scoring; those whose truth is gone stay.
     """
     rows = {row.id: row for row in earlier}
     forgotten = any(truths.get(row.key) is None for row in earlier)
@@ -81,13 +80,13 @@ def membership_rows(
         clients = experiment.federation.clients
         made = questions(truth, held_out, experiment.seed, clients, from_file.get(attack))
         if any(len(scores) != len(made.inside) for scores in answer.scores.values()):
-            continue  # of another list: the held-out texts are others by now
+            continue  # of another list: the held-out texts have changed
         known = numbers[attack]
         texts = made.lines or tuple(
             known.setdefault(example.ids, len(known)) for example in made.asked.listed
         )
         if forgotten and made.lines is None:
-            # Nobody knows any more which texts the other rows have.
+            # The texts of the other rows are not known any more.
             if (key, attack) not in rows:
                 continue
             texts = rows[key, attack].texts
@@ -106,12 +105,12 @@ def membership_rows(
 def summarised(
     experiment: Experiment, rows: Sequence[MembershipRow], largest: Largest
 ) -> MembershipSummary | None:
-    """Returns what a run's rows say; None: there are none.
+    """Returns the figures of a run's rows; None: there are no rows.
 
     Args:
         experiment: What was prepared.
-        rows: Of membership.jsonl.
-        largest: Of the federation's clients.
+        rows: Rows of membership.jsonl.
+        largest: The most texts and updates of a client of the federation.
     """
     by_score: dict[tuple[str, str], list[MembershipRow]] = defaultdict(list)
     for row in rows:
@@ -141,7 +140,7 @@ def summarised(
 
 
 def _unfair(experiment: Experiment, rows: Sequence[MembershipRow]) -> str | None:
-    """Returns why nobody can say that coins were fair; None: they were."""
+    """Returns why coins may not have been fair; None: they were fair."""
     if not all(row.pairs for row in rows):
         return "the texts are those of a file, and nobody threw a coin for which of them was in"
     if experiment.model.task == CAUSAL_LM and experiment.federation.partition != "iid":
@@ -153,7 +152,7 @@ def _unfair(experiment: Experiment, rows: Sequence[MembershipRow]) -> str | None
 
 
 def _assumed(experiment: Experiment) -> str | None:
-    """Returns what p and bounds take for granted and nobody can check; None: nothing."""
+    """Returns what p and bounds assume and nobody can check; None: they assume nothing."""
     if not experiment.data.on_nodes and experiment.tapped is None:
         return None
     return (
@@ -164,11 +163,11 @@ def _assumed(experiment: Experiment) -> str | None:
 
 @dataclass(frozen=True)
 class _Text:
-    """A text that a client's updates were asked about.
+    """A text that an attack was asked about for a client's updates.
 
     Attributes:
-        cluster: Texts of a cluster are not independent: its client; with one client, or with sums,
-            the round in which it was asked about first.
+        cluster: The text's client; with one client, or with sums, the first round in which the
+            attack was asked about the text. Texts of one cluster are not independent.
         score: The mean over rounds.
         inside: Whether it was in a batch.
     """
@@ -209,10 +208,10 @@ def _figures(
     """Returns the figures of one score.
 
     Args:
-        attack, score: Whose, and its name.
-        rows: Of the attack.
+        attack, score: The names of the attack and of the score.
+        rows: Rows of the attack.
         unfair: Why coins may not be fair; None: they are.
-        assumed: What that takes for granted; None: nothing.
+        assumed: What p and bounds assume; None: nothing.
         cells: How many attacks and scores share the error of the bounds.
         delta: Of the bounds.
         largest: How many members a client has at most.
@@ -262,14 +261,14 @@ def _area(texts: Mapping[tuple[int, int], _Text], largest: int) -> Estimate | No
 
 
 def shares_of_members(rows: Sequence[MembershipRow], score: str) -> dict[tuple[Key, int], float]:
-    """Returns for each text that was in the share of its client's others that score lower.
+    """Returns for each member the share of its client's controls that score lower.
 
-    Their mean over the texts is the area under the ROC curve. A text goes by the first update that
-    was asked about it, and its place in the list there.
+    The mean of the shares is the area under the ROC curve. A text's key is the first update whose
+    list has it, and its place in that list.
 
     Args:
-        rows: Of one attack.
-        score: Its name.
+        rows: Rows of one attack.
+        score: The name of the score.
     """
     first: dict[tuple[int, int], tuple[Key, int]] = {}
     for row in sorted(rows, key=lambda row: row.key):
@@ -301,7 +300,7 @@ def _by_round(rows: Sequence[MembershipRow], score: str) -> tuple[RoundFigure, .
 
 
 def _won(texts: Iterable[_Text]) -> list[tuple[float, int]]:
-    """Returns for each text that was in the share of the others that score lower, and a cluster."""
+    """Returns for each member the share of the controls that score lower, and its cluster."""
     members, controls = list[_Text](), list[_Text]()
     for text in texts:
         (members if text.inside else controls).append(text)
@@ -326,9 +325,9 @@ def found_where(
     Args:
         members: Texts that were in.
         controls: Scores of the others.
-        accused: The largest share of the controls that may be above. That it is a share of those
-            that are here, and not of all, is in the interval: its ends are those at thresholds that
-            are surely as high, and as low, for controls that are independent.
+        accused: The largest share of the controls that may be above. The controls here are a
+            sample, which the interval allows for: its ends are taken at thresholds that are surely
+            high enough, and surely low enough, if controls are independent.
         largest: How many members a client has at most.
     """
     most = math.floor(accused * len(controls) + 1e-9)
@@ -337,7 +336,7 @@ def found_where(
     ordered, clusters = np.sort(controls), [text.cluster for text in members]
 
     def above(rank: int) -> Estimate:
-        """Returns the share of members above the control that so many others exceed."""
+        """Returns the share of members above the control that `rank` others exceed."""
         values = [float(text.score > ordered[-rank - 1]) for text in members]
         return estimate(values, clusters, most=1.0, largest=largest, miss=intervals.MISS / 2)
 
@@ -358,13 +357,13 @@ def found_where(
 
 
 def _everywhere(share: float) -> Estimate:
-    """Returns the share that nothing is known to be beyond."""
+    """Returns a bound that holds for every share, 0 or 1, as an estimate."""
     of_clients = MeanOfClients(mean=share, low=share, high=share)
     return Estimate(mean=share, low=share, high=share, of_clients=of_clients)
 
 
 def _by_chance(differences: Sequence[float], coins: Sequence[bool]) -> float:
-    """Returns the p of the texts that were in being as likely above as below those beside them."""
+    """Returns the p for members being as likely to score above their partners as below them."""
     pairs = zip(differences, coins, strict=True)
     return intervals.sign_test(
         [difference if first else -difference for difference, first in pairs]
@@ -374,7 +373,7 @@ def _by_chance(differences: Sequence[float], coins: Sequence[bool]) -> float:
 def _pairs(
     rows: Sequence[MembershipRow], texts: Mapping[tuple[int, int], _Text]
 ) -> tuple[list[float], list[bool]]:
-    """Returns of pairs how much higher the first in the list scores, and whether it was in."""
+    """Returns for each pair how much higher the first in the list scores, and whether it was in."""
     used: set[int] = set()
     differences, coins = [], []
     for row in rows:
@@ -394,7 +393,7 @@ def pair_bound(
     """Returns a lower bound on epsilon with confidence 1 - alpha; 0 where nothing was seen.
 
     Args:
-        differences: Of each pair how much higher the first text scores.
+        differences: For each pair, how much higher the first text scores.
         coins: Whether the first text was in.
         alpha: How often the bound may be wrong.
         delta: Of the guarantee.

@@ -1,15 +1,15 @@
 """What the published models of a run give away of planted secrets, round by round.
 
-This is apart from what updates give away: whoever gets the models after each round, and nothing
-else, asks them
+This is apart from what updates give away. An attacker who gets the models after each round, and
+nothing else, uses them
 
-- which texts they were trained on: a secret's exposure is log2(m + 1) - log2(rank), its rank being
-  that among m twins, whom nobody trained on (Carlini et al. 2019). What is ranked is the
-  log-likelihood of the secret after its beginning, by one model, or how much two models differ in
-  it. Secrets and twins were drawn alike, so a model that learnt nothing of them ranks each
-  anywhere, and the p of Mann and Whitney's test is exact;
-- to go on from a beginning (`decoding`): a secret that comes word for word was extracted. Twins
-  tell how often that happens untrained.
+- to tell which texts they were trained on: a secret's exposure is log2(m + 1) - log2(rank), with
+  its rank among m twins, which nobody trained on (Carlini et al. 2019). Texts are ranked by the
+  log-likelihood of the secret after its beginning in one model, or by its difference between two
+  models. Secrets and twins were drawn alike, so a model that learnt nothing of them gives every
+  rank with the same chance, and the p of Mann and Whitney's test is exact;
+- to continue a beginning (`decoding`): a secret that a model writes word for word was extracted.
+  Twins show how often that happens without training.
 """
 
 import math
@@ -35,20 +35,20 @@ from fedleak.store.run import Run
 from fedleak.store.summaries import Estimate, PublishedRound, PublishedSummary
 
 MOST_EXACT = 40_000
-"""Pairs of a secret and a twin up to which the distribution of the test is counted out."""
+"""The most pairs of a secret and a twin for which the test uses its exact distribution."""
 
 Numbers = npt.NDArray[np.float64]
 
 
 def unaudited(experiment: Experiment, rows: Iterable[PublishedRow]) -> list[int]:
-    """Returns the rounds whose published model has not been asked; none without `[published]`."""
+    """Returns the rounds whose published model was not audited yet; none without `[published]`."""
     if experiment.published is None:
         return []
     return sorted({*range(experiment.federation.rounds + 1)} - {row.round for row in rows})
 
 
 def audit_models(run: Run, experiment: Experiment) -> None:
-    """Asks each published model that was not asked yet; whoever calls this holds the lock.
+    """Audits each published model that was not audited yet; whoever calls this holds the lock.
 
     Raises:
         FedleakError: held_out.json or a model is missing or damaged.
@@ -81,7 +81,7 @@ def audit_models(run: Run, experiment: Experiment) -> None:
 
 
 def summarised(experiment: Experiment, rows: Sequence[PublishedRow]) -> PublishedSummary | None:
-    """Returns what a run's rows say; None: there are none."""
+    """Returns the figures of a run's rows; None: there are no rows."""
     if not rows or experiment.published is None:
         return None
     rows = sorted(rows, key=lambda row: row.round)
@@ -109,7 +109,7 @@ def summarised(experiment: Experiment, rows: Sequence[PublishedRow]) -> Publishe
 
 
 def _scores(rows: Sequence[PublishedRow]) -> list[dict[str, Numbers]]:
-    """Returns by what secrets and twins are ranked in each round, the larger the likelier."""
+    """Returns for each round the values that rank texts; a likelier text has a larger one."""
     values = [np.array(row.log_likelihoods) for row in rows]
     later = (
         {
@@ -129,7 +129,7 @@ def exposure(secrets: Numbers, twins: Numbers) -> Numbers:
 
 
 def _exposure(row: PublishedRow, scores: Numbers, count: int, cells: int) -> PublishedRound:
-    """Returns the exposure of the secrets that stand so often in a client's data."""
+    """Returns the exposure of the secrets that occur `count` times in a client's data."""
     from scipy.stats import mannwhitneyu  # it takes half a second to import
 
     is_asked = np.array(row.counts) == count
@@ -146,7 +146,7 @@ def _exposure(row: PublishedRow, scores: Numbers, count: int, cells: int) -> Pub
 
 
 def _extracted(row: PublishedRow, written: Sequence[bool], count: int) -> PublishedRound:
-    """Returns what share of the secrets that stand so often in a client's data was written out."""
+    """Returns what share of the secrets that occur `count` times in a client's data was written."""
     came, counts = np.array(written, float), np.array(row.counts[: len(written)])
     clients = np.array(row.clients[: len(written)])[counts == count]
     return PublishedRound(
@@ -157,6 +157,6 @@ def _extracted(row: PublishedRow, written: Sequence[bool], count: int) -> Publis
 
 
 def _mean(values: Sequence[float], clients: npt.NDArray[np.int64], most: float) -> Estimate:
-    """Returns a mean over secrets, of which all clients have as many."""
+    """Returns a mean over secrets; all clients have as many of them."""
     largest = float(np.bincount(clients).max())
     return estimate(values, clients.tolist(), most=most, largest=largest)

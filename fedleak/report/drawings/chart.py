@@ -1,7 +1,7 @@
-"""Charts: rows of figures, and which of them is what; Vega-Lite draws them.
+"""Charts for Vega-Lite: rows of figures, and how each is drawn.
 
-Axes, ticks, legends and their places are Vega's to find. What others wrote is in values and in
-titles alone, never in an expression or in the name of a field.
+Vega places axes, ticks and legends. Text from others is only in values and titles, never in an
+expression or in the name of a field.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,8 +18,8 @@ Chart = dict[str, Any]
 """A specification of Vega-Lite, or a part of one."""
 
 Row = dict[str, Any]
-"""A figure at `x`, with `y` and, where it has an interval, `low` and `high`; its `series`; and its
-`shift`, where several stand at one word of the x axis."""
+"""A figure at `x`, with `y` and, if it has an interval, `low` and `high`; its `series`; and its
+`shift`, if several figures share one word of the x axis."""
 
 INK, EMPTY = "#1d2733", "#eceff3"
 GREY = "#8c8c8c"
@@ -28,7 +28,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", INK
 SHAPES = ("circle", "square", "triangle-up", "diamond", "triangle-right", "wedge", "arrow")
 DASHES = ((), (6, 2, 1, 2), (2, 2))
 DARK = {INK: "#e6e9ee", EMPTY: "#2a323d", COLOURS[0]: "#6cb8ff", COLOURS[1]: "#ff9a4d"}
-"""What stands on a dark page for the colours of a light one; other colours suit both."""
+"""The colours of a dark page in place of those of a light one; other colours suit both."""
 
 NO_UPDATE, NO_ANSWER, REFERENCE = "no update", "no answer", "central, undefended"
 NOWHERE = -4.0
@@ -41,7 +41,7 @@ RING = "M1.9,0A1.9,1.9,0,1,1,-1.9,0A1.9,1.9,0,1,1,1.9,0"
 """The shape of a mark around another one."""
 
 FLAT = 13
-"""Characters of a line of a word that may lie flat below an axis."""
+"""The most characters of a line of a word that is horizontal below an axis."""
 
 _LINES = r"split(datum.label, '\n')"
 _AXIS = {"grid": False, "labelOverlap": "greedy", "labelLimit": 0}
@@ -64,9 +64,9 @@ class Measure:
     """A figure of leakage that drawings have a panel or a line for.
 
     Attributes:
-        heading: What an axis or a legend says.
+        heading: The text of an axis or a legend.
         name: The figure's name in a summary.
-        guess, control: Names of what is scored without any update, and on another one, if any is.
+        guess, control: Names of the controls without any update and with another one; empty: none.
         scale: What an axis shows for a figure of 1.
     """
 
@@ -95,7 +95,7 @@ MEASURES = (
 
 
 class Series(NamedTuple):
-    """What is drawn alike, and what the legend calls it."""
+    """The look of rows that belong together, and their name in the legend."""
 
     name: str
     colour: str = GREY
@@ -104,25 +104,25 @@ class Series(NamedTuple):
 
     @classmethod
     def numbered(cls, name: str, colour: int, look: int) -> "Series":
-        """Returns a series with a colour and, for black and white, a shape and dashes of these."""
+        """Returns a series with a colour and, for black and white, a shape and dashes by number."""
         shape, dash = SHAPES[look % len(SHAPES)], DASHES[look % len(DASHES)]
         return cls(name, COLOURS[colour % len(COLOURS)], shape, dash)
 
 
 def silent(name: str) -> str:
-    """Returns what the legend calls a series where it has no answer."""
+    """Returns the legend's name for the places where a series has no answer."""
     return f"{name}: {NO_ANSWER}"
 
 
 def present(series: Iterable[Series], *rows: Iterable[Row]) -> list[Series]:
-    """Returns those series that have rows, and those that stand for their lack of an answer."""
+    """Returns the series that have rows, and the series that mark their missing answers."""
     names = {row["series"] for row in chain(*rows) if row.get("y", 0) is not None}
     both = ((s, Series(silent(s.name), s.colour, "triangle-down")) for s in series)
     return [kind for kind in chain(*both) if kind.name in names]
 
 
 def span(estimate: Estimate | None, scale: float = 1) -> Row:
-    """Returns the figures of a row; None where there is none, so that no line runs through."""
+    """Returns the figures of a row; without an estimate each is None, and lines end there."""
     ends = {"y": "mean", "low": "low", "high": "high"}
     return {
         field: None if estimate is None else scale * getattr(estimate, end)
@@ -135,7 +135,7 @@ def numbers(heading: str, ends: Sequence[float] = (), *, log: bool = False, **ax
 
     Args:
         heading: What it shows.
-        ends: Where it begins and ends; none: Vega finds out.
+        ends: Where it begins and ends; empty: Vega chooses.
         log: Draw it on a log scale.
         axis: Properties of the axis.
     """
@@ -148,7 +148,7 @@ def numbers(heading: str, ends: Sequence[float] = (), *, log: bool = False, **ax
 
 
 def words(heading: str = "", places: Sequence[str] = (), **axis: Any) -> Chart:
-    """Returns an axis with a place for each word, upright where they are long.
+    """Returns an axis with a place for each word; long words are upright.
 
     Args:
         heading: What it shows.
@@ -165,7 +165,7 @@ def words(heading: str = "", places: Sequence[str] = (), **axis: Any) -> Chart:
 
 
 PER_CENT = numbers("", [-7, 105], values=[0, 20, 40, 60, 80, 100])
-"""An axis from 0 to 100, with room for what has no answer."""
+"""An axis from 0 to 100, with room for the marks of missing answers."""
 
 
 def panel(
@@ -189,12 +189,12 @@ def panel(
         x, y: The axes.
         series: What is drawn, in the order of the legend; none: all is alike, without a legend.
         points: Marks, with their intervals.
-        lines: What lines join; where there is no `y` they end.
+        lines: Points that lines join; a line ends if `y` is missing.
         bands: Areas from `low` to `high`.
-        texts: Words at a place, its `text`.
+        texts: Words at a place, in the field `text`.
         across, down: Lines at a `y`, and at an `x`.
-        lying: Turn it, so that x goes down.
-        legend: What stands above the legend.
+        lying: Swap the axes, so that x goes down.
+        legend: The title of the legend.
         view: Further properties, such as title and size.
     """
     first, second = ("y", "x") if lying else ("x", "y")
@@ -235,12 +235,12 @@ def panel(
 
 
 def _shown(value: Any) -> Any:
-    """Makes a text printable, but for the line ends that words are given to fit."""
+    """Makes a text printable, except for its line ends."""
     return "\n".join(map(printable, value.split("\n"))) if isinstance(value, str) else value
 
 
 def grid(panels: Sequence[Chart], columns: int = 0) -> Chart:
-    """Returns panels side by side, so many in a row, with one legend."""
+    """Returns panels side by side, `columns` in a row or all, with one legend."""
     return {"concat": [*panels], "columns": columns or len(panels), **TOGETHER}
 
 

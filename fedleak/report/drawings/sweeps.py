@@ -1,7 +1,7 @@
 """Drawings of a sweep: along its first key, leakage against utility and epsilon, and its families.
 
-Where an attack has no answer there is a mark below zero and no line, which would claim what nobody
-measured. Lines join neighbours on an axis to scale only: between two defenses there is nothing.
+If an attack has no answer, there is a mark below zero and no line: a line would show what nobody
+measured. Lines join neighbours only on an axis to scale: between two defenses there is nothing.
 """
 
 import textwrap
@@ -29,7 +29,7 @@ TOO_CLOSE = 0.04
 """Numbers nearer than this share of the axis are drawn evenly apart: their labels would overlap."""
 
 WRAPPED = 24
-"""Characters of a line of what cells are called."""
+"""The most characters of a line in the label of a cell."""
 
 FEW_CELLS = 8
 """Up to so many cells are numbered, and the legend says which is which."""
@@ -38,7 +38,7 @@ COLUMNS = 3
 """Families side by side."""
 
 UNTOUCHED = "undefended"
-"""What stands on the axis for the cell without a defense."""
+"""The word on the axis for the cell without a defense."""
 
 SOME_UNATTACKED = "some texts: no attack answers"
 
@@ -177,7 +177,7 @@ def tradeoff(collected: SweepSummary) -> Chart | None:
 def _cell_points(
     cell: CellSummary, label: str, x: float | str, attacks: Collection[str]
 ) -> Iterator[Row]:
-    """Yields what each attack on texts read in a cell, which stands at an x."""
+    """Yields what each attack on texts read in a cell, at the x of the cell."""
     rouge, at = MEASURES[1], {"x": x, "cell": label}
     for attack in cell.attacks.keys() & attacks:
         summary = cell.attacks[attack]
@@ -196,7 +196,7 @@ def _numbers(rows: Sequence[Row], names: Sequence[str]) -> Iterator[Row]:
 
 
 def labels(cells: Sequence[CellSummary]) -> list[str]:
-    """Returns what tells each cell from the others, without settings that are the same in all."""
+    """Returns a label for each cell, without settings that are the same in all cells."""
     values_by_key: dict[str, set[str]] = defaultdict(set)
     for cell in cells:
         for key, value in _settings(list(cell.values.values())):
@@ -228,8 +228,8 @@ def frontier(collected: SweepSummary) -> Chart | None:
     """Returns what leaks along the strengths of each family, and what it costs.
 
     A family has two panels, at the first value of each further key: above, the worst case over all
-    attacks; below, the utility of the trained model. Its strengths stand in the file's order, from
-    weak to strong, beside the undefended cell. Epsilon is below a strength that has one.
+    attacks; below, the utility of the trained model. The strengths are in the file's order, from
+    weak to strong, beside the undefended cell. Below a strength is its epsilon, if it has one.
     """
     families = _families(collected)
     undefended = [cell for _, cell in families.pop(UNDEFENDED, [])][:1]
@@ -323,7 +323,7 @@ def _strength(strength: JsonValue) -> str:
 
 
 def _epsilon(cell: CellSummary) -> list[str]:
-    """Returns the epsilon in few digits; nothing where nothing is guaranteed, or not finished."""
+    """Returns the epsilon in few digits; empty if nothing is guaranteed, or not finished."""
     epsilon = None if cell.privacy is None else cell.privacy.epsilon
     if not isinstance(epsilon, int | float):
         return []

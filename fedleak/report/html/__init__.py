@@ -1,5 +1,5 @@
-"""Reports for a browser: one HTML file of a run or a sweep, which asks no other place for anything.
+"""Reports for a browser: one HTML file of a run or a sweep, which loads nothing else.
 
-What is shown is typed values (`page`), made from the files of a run and what scoring returned
-(`run_page`, `sweep_page`, `verdict`, `pictures`), and written by templates (`render`).
+A report is typed values (`page`). `run_page`, `sweep_page`, `verdict` and `pictures` make them from
+the files of a run and from the result of scoring; `render` writes them with templates.
 """

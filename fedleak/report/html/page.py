@@ -16,7 +16,7 @@ class Entry:
 
 
 class Level(StrEnum):
-    """What the test has shown; there is none for "safe", which no test can show."""
+    """What the test has shown; there is no level for "safe", which no test can show."""
 
     READ = "read"
     """At least one private text was read word for word, or a proof says that a batch was."""
@@ -48,7 +48,7 @@ class Picture:
 
     Attributes:
         caption: What it shows.
-        words: The same for those who cannot see it.
+        words: The same in words, for readers who cannot see it.
         drawing: SVG.
         wide: Whether it takes the width of the page.
     """
@@ -60,12 +60,12 @@ class Picture:
 
 
 Shown = Picture | Table
-"""What a section shows one below the other."""
+"""A part of a section, which shows its parts one below the other."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextAnswer:
-    """What one attack made of a private text.
+    """What one attack read of a private text.
 
     Attributes:
         attack: Its name.
@@ -74,7 +74,7 @@ class TextAnswer:
         tokens: The share of the text's distinct tokens that the whole answer has; None: unknown.
         exact: Whether it is right word for word.
         proved: Whether a certificate proves the whole answer of the batch.
-        margin: The smallest of the batch, in words; None: nothing was rejected.
+        margin: The smallest margin of the batch, in words; None: nothing was rejected.
     """
 
     attack: str
@@ -124,7 +124,7 @@ class RunPage(Page):
 
     Attributes:
         begun: When it began.
-        audit: What an audit planned and what its limits say; none if there was no audit.
+        audit: The plan of an audit and the result of its limits; empty if there was no audit.
         notes: What else should be known.
         setting, threat: How clients train; what the attacker sees and is told.
         leakage: What was read, by round and client.

@@ -20,16 +20,16 @@ WIDTH = 330
 phone's."""
 
 NUMBERED_UP_TO = 130
-"""Cells of a heat map that have their number; of more they would overlap."""
+"""The most cells of a heat map that show numbers; numbers of more cells would overlap."""
 
 MOST_CELLS = 60
-"""Cells on a side of a heat map; of more clients or rounds a cell is the mean of several."""
+"""The most cells on a side of a heat map; with more clients or rounds, a cell averages several."""
 
 SHADES = ("#d5dbe2", "#e58a6d", "#b3261e")
 """Colours for nothing read, half and all."""
 
 _KEY: Chart = {"orient": "bottom", "title": "% read; empty: no answer", "values": [0, 50, 100]}
-"""Of the shades."""
+"""The legend of the shades."""
 
 OTHER_UPDATE, ATTACKED = "other update", "attacked"
 
@@ -64,7 +64,7 @@ def _heat_map(values: Mapping[Key, float | None]) -> Chart:
     ]
     many: Chart = {"labelOverlap": True, "labelAngle": 0, "ticks": False, "domain": False}
     names = {"round": rounds.values(), "client": clients.values()}
-    # The longer side lies, so that one round of many clients is a row and not a tower.
+    # The longer side is horizontal, so that one round of many clients is a row and not a column.
     lying = sorted(names, key=lambda side: len({*names[side]}), reverse=True)
     sides = {
         axis: {"field": side, **chart.words(side, [*dict.fromkeys(names[side])], **many)}
@@ -86,7 +86,7 @@ def _drawn(picture: Chart) -> bytes:
 
 
 def _places(ids: Sequence[int], name: Callable[[int], str]) -> dict[int, str]:
-    """Returns where each round or client stands; many of them stand together."""
+    """Returns the label of each round or client; if there are many, several share one."""
     size = math.ceil(len(ids) / MOST_CELLS)
     groups = [ids[i : i + size] for i in range(0, len(ids), size)]
     return {i: "-".join(map(name, dict.fromkeys((g[0], g[-1])))) for g in groups for i in g}

@@ -22,10 +22,10 @@ from fedleak.util.sanitise import printable
 from fedleak.util.versions import VERSION, now
 
 LONGEST_TEXT = 4_000
-"""Characters of a private text or an answer; of a longer one the first are shown."""
+"""The most characters of a private text or an answer that are shown; a longer one is cut."""
 
 MOST_COLUMNS = 12
-"""Columns that a table of attacks has side by side; more attacks stand in further tables."""
+"""The most columns of a table of attacks; more attacks are in further tables."""
 
 TEMPLATES = {RunPage: "run.html.j2", SweepPage: "sweep.html.j2", TrendsPage: "trends.html.j2"}
 
@@ -34,14 +34,14 @@ def render(page: Page) -> bytes:
     """Returns the file's content."""
     environment = _environment()
     style, script = (_source(name) for name in ("style.css", "report.js"))
-    # The script shows the texts, and nothing else needs one.
+    # Only the texts need the script, which shows them.
     texts = [asdict(text) for text in page.texts] if isinstance(page, RunPage) else []
     written = environment.get_template(TEMPLATES[type(page)]).render(
         page=page,
         texts=mapped(texts, bounded),
         version=VERSION,
         now=now(),
-        # They are of this package, and no value is in them.
+        # They are files of this package, and no value is in them.
         style=Markup(style),
         script=Markup(script),
         policy="; ".join(
@@ -78,7 +78,7 @@ def _shown(value: Any) -> Any:
 
 
 def _code(text: str) -> Markup:
-    """Returns a sentence in which what stands between backquotes is code."""
+    """Returns a sentence whose parts between backquotes are code."""
     return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(printable(text)))))
 
 
@@ -102,7 +102,7 @@ def _parts(table: Table) -> Iterator[Table]:
 
 
 def bounded(value: Any) -> Any:
-    """Returns a text that can be printed, with a note where it was cut; no text stays as it is."""
+    """Returns a printable text, with a note if it was cut; other values stay as they are."""
     if not isinstance(value, str):
         return value
     shown = printable(value[:LONGEST_TEXT])

@@ -45,7 +45,7 @@ MOST_NAMED = 12
 """Rounds or clients that are named."""
 
 WRITTEN = "Zoë pays 5 € at the Café, \U0001f600!"
-"""What a tokenizer may not keep as it is: capitals, accents, signs."""
+"""A text that a tokenizer may change: capitals, accents, signs."""
 
 
 def run_page(run: Run, scored: Sequence[Scored], *, redact: bool = False) -> RunPage:
@@ -109,7 +109,7 @@ def run_page(run: Run, scored: Sequence[Scored], *, redact: bool = False) -> Run
 
 
 def _sentences_or_count(sentences: Sequence[str], redact: bool) -> Sequence[str]:
-    """Returns sentences, or only their number: reasons of others may name private texts."""
+    """Returns sentences, or, redacted, their number: reasons of others may have private texts."""
     if redact and sentences:
         return [f"{counted(len(sentences), 'remark')}, left out here: `fedleak score` has them"]
     return sentences
@@ -125,7 +125,7 @@ def _audit_tables(run: Run, redact: bool) -> list[Table]:
 
 
 def _without_folders(experiment: Experiment) -> Experiment:
-    """Returns an experiment with the last part of each path: folders may name their owner."""
+    """Returns an experiment with only the last part of each path: folders may name their owner."""
 
     def shortened(value: Any) -> Any:
         folders = r"(^|[\s=:,\"'])[/~].*/"
@@ -211,7 +211,7 @@ def _training_tables(utility: Sequence[Utility], summary: RunSummary) -> list[Ta
 
 
 def _texts(scored: Sequence[Scored]) -> list[PrivateText]:
-    """Returns each private text of a sequence-naming attack with all answers, the worst first."""
+    """Returns each private text of updates with named sequences, with all answers, worst first."""
     truths: dict[tuple[Key, int], str] = {}
     answers: dict[tuple[Key, int], list[TextAnswer]] = {}
     for scored_answer in scored:
@@ -245,7 +245,7 @@ def _answer(row: LeakageRow, pair: TextPair | None, score: TextScore | None) -> 
 
 
 def _goodness(answer: TextAnswer) -> tuple[bool, bool, float, float]:
-    """Returns what sorts answers, the best first."""
+    """Returns a sort key that puts the best answer first."""
     silent = -1.0 if answer.rougeL is None else answer.rougeL
     return not answer.exact, not answer.proved, -silent, -(answer.tokens or 0.0)
 

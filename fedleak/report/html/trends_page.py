@@ -11,9 +11,9 @@ def trends_page(name: str, runs: Sequence[Dated], missing: Sequence[str]) -> Tre
     """Returns the page of runs.
 
     Args:
-        name: Of their folder.
+        name: The name of their folder.
         runs: At least one.
-        missing: Why others are not shown.
+        missing: Why other runs are not shown.
     """
     runs = sorted(runs, key=lambda run: (run.begun, run.name))
     worst = [run.summary.worst_case for run in runs]

@@ -1,4 +1,4 @@
-"""The verdict: sentences that stand on figures. None of them calls a setting safe."""
+"""The verdict: sentences that figures support. None of them calls a setting safe."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class Strongest:
 
     Attributes:
         by: Who read it, such as `the attack dager`, or `2 attacks together (dager 5 and lamp 3)`.
-        texts: How many texts the share of exact ones is the mean of.
+        texts: How many texts the share of exact ones is over.
         nearly: Texts that were not read word for word, but nearly.
         read: The figures.
     """
@@ -88,7 +88,7 @@ SEEN: Mapping[Sight, tuple[str, str]] = {
     "sum": ("sum", " of clients' updates"),
     "models": ("difference", " of successive models"),
 }
-"""What an attack is tried on: the word for one, and what follows it."""
+"""What attacks are tried on: the noun that is counted, and the words that follow it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,10 +96,9 @@ class Extent:
     """How much of a run was attacked.
 
     Attributes:
-        attacked, sent: Updates that attacks were tried on, and that clients sent in all.
-        unordered: Updates whose words are known and whose order is not, where the time of an
-            attack was up and nothing is proved.
-        late: Updates of which an attack's time was up and nothing is proved.
+        attacked, sent: Updates that attacks were tried on, and updates that clients sent in all.
+        unordered: Those of the late updates whose words are known and whose order is not.
+        late: Updates on which the time of an attack was up and for which nothing is proved.
         granted: Facts that the attacker was told beyond the protocol.
         sees: What the attacker sees.
         adapters: Whether clients train LoRA adapters and not the model.
@@ -119,7 +118,7 @@ class Guaranteed:
     """What holds against every attack, also those that nobody has tried.
 
     Attributes:
-        epsilon: The one that holds against the attacker of this run; None: none does.
+        epsilon: The epsilon that holds against the attacker of this run; None: there is none.
         sentence: What holds for whom.
     """
 
@@ -148,7 +147,7 @@ def verdict_of(run: Run, rows: Sequence[LeakageRow]) -> Verdict:
 
 
 def informed(summary: RunSummary) -> RunSummary:
-    """Returns the figures of attacks that are told all facts, where there is a ladder."""
+    """Returns the summary; if there is a ladder, only with the attacks that are told all facts."""
     if summary.ladder is None:
         return summary
     names = summary.ladder.top.attacks.values()
@@ -165,7 +164,7 @@ def granted(experiment: Experiment, summary: RunSummary) -> Sequence[str]:
 
 
 def late(rows: Iterable[LeakageRow]) -> frozenset[Key]:
-    """Returns the updates of which an attack's time was up and nothing is proved."""
+    """Returns the updates on which an attack's time was up and for which nothing is proved."""
     rows = list(rows)
     up = {row.key for row in rows if row.diagnostics.get("time_up")}
     return frozenset(up - {row.key for row in rows if row.verified})
@@ -250,7 +249,7 @@ def _worst(
     *,
     silent: bool,
 ) -> str:
-    """Returns the worst that was found, in a few words; silent attacks all abstained."""
+    """Returns the worst that was found, in a few words; silent: attacks abstained, none failed."""
     if leakage is not None and leakage.exact_texts:
         were = "was" if leakage.exact_texts == 1 else "were"
         texts = counted(leakage.texts, "private text")

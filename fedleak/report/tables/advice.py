@@ -19,7 +19,7 @@ def advice_table(advice: Advice, *, reasons: bool = True) -> Table:
 
     Args:
         advice: What was tried.
-        reasons: With what files and limits say in words.
+        reasons: Whether to add the reasons, which have words of files and limits.
     """
     why = [Column("why", words=True, page_only=True)] if reasons else []
     return Table(

@@ -29,7 +29,7 @@ FIGURES: Mapping[str, tuple[str, float]] = {
     "personal_data": ("personal data read, %", 100),
     "control_personal_data": ("personal data, other update", 100),
 }
-"""By its name in a summary the heading of a figure, and what is shown for one of 1."""
+"""By the name of a figure in a summary, its heading and what is shown for a value of 1."""
 
 LIMITED = ("exact_match", "rougeL", "token_recall", "personal_data")
 """Figures that the gate limits, also with each client counted once."""

@@ -19,7 +19,7 @@ def plan_table(audit: Audit) -> Table:
 
 
 def stopped(audit: Audit) -> list[str]:
-    """Returns in sentences that an audit was stopped."""
+    """Returns a sentence for each way in which an audit was stopped."""
     notes = []
     if audit.cut:
         notes.append(

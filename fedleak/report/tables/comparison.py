@@ -28,7 +28,7 @@ HEADINGS = {
 
 
 def comparison_table(comparison: Comparison) -> Table:
-    """Returns a line for each attack and figure, or for each figure where texts are others."""
+    """Returns a line for each attack and figure, or for each figure if the runs differ in texts."""
     if not comparison.texts:
         return _means_table(comparison)
     rows = []

@@ -15,7 +15,7 @@ def defense_tables(
 
     Args:
         defenses: As in the experiment file.
-        effects: Of those that say what they did.
+        effects: The figures of the defenses that report what they did.
     """
     figures = {effect.defense: effect.figures for effect in effects}
     rows = [

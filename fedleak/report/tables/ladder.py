@@ -22,7 +22,7 @@ MARK = "*"
 
 
 def ladder_table(summary: RunSummary, ladder: Ladder) -> Table:
-    """Returns a line per rung: of the best of all attacks, then of each attack that uses a fact."""
+    """Returns a line per rung: for all attacks together, then for each attack that uses a fact."""
     names = sorted({name for rung in ladder.rungs for name in rung.attacks})
     used = [
         name
@@ -68,5 +68,5 @@ def _rows(summary: RunSummary, ladder: Ladder, attack: str | None) -> Iterator[l
 
 
 def _marked(change: Difference) -> str:
-    """Returns a difference with its interval, and a mark if it counts as one."""
+    """Returns a difference with its interval, and a mark if the interval and the test show it."""
     return difference(change) + f" {MARK}" * (change.direction is not Direction.UNTOLD)

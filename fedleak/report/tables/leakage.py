@@ -13,10 +13,10 @@ from fedleak.training.privacy import NONE
 from fedleak.util.lists import grouped
 
 CHANGED = "server_mode"
-"""The fact that the rows of an attacker have whose server changed the model that it sent."""
+"""The fact in the rows of an attacker whose server changed the model that it sent."""
 
 MOST_ROWS = 500
-"""Rows of a table; of a run with more, the file leakage.jsonl has the others."""
+"""The most rows of a table; if a run has more, the file leakage.jsonl has the others."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def shares(rows: Sequence[LeakageRow]) -> dict[Key, ReadShare]:
 
 
 def _share(rows: Sequence[LeakageRow], of_text: str, of_row: str) -> float | None:
-    """Returns the mean of the best of each text; where no row has texts, the best of the rows."""
+    """Returns the mean over texts of the best score; if no row has texts, the best row's figure."""
     if any(row.texts is not None for row in rows):
         scores = best(rows, of_text).values()
         return sum(scores) / len(scores) if scores else None
@@ -170,7 +170,7 @@ def epsilon_of(key: Key, ledger: Sequence[LedgerRow]) -> str:
     for row in ledger:
         if row.round == key.round and key.client in (row.client, EVERYONE):
             clients.setdefault(row.client, []).append(row.epsilon)
-    # Of statements about one client the smallest is what counts.
+    # Of several epsilons of one client, the smallest counts.
     epsilons = [min(map(float, spent)) for spent in clients.values() if NONE not in spent]
     if len(epsilons) < len(clients):
         return NONE

@@ -17,7 +17,7 @@ MOST_ROUNDS = 5
 
 
 def who_was_in(summary: RunSummary) -> str | None:
-    """Returns the first sentence where no text was read, and yet who was in can be told.
+    """Returns the first sentence if no text was read, but who was in can be told.
 
     None: texts were read, or who was in is not told better than by chance.
     """

@@ -11,9 +11,9 @@ READ = (
 
 
 def personal_data_tables(summary: RunSummary) -> list[Table]:
-    """Returns a line for each kind: how many pieces all attacks together read; none is shown.
+    """Returns a line for each kind: how many pieces all attacks together read, without the pieces.
 
-    There is no table where the private texts have none.
+    There is no table if the private texts have no personal data.
     """
     personal = summary.worst_case.personal if summary.worst_case else None
     rows: list[list[Cell]] = []

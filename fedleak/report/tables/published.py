@@ -17,7 +17,7 @@ _NOTES = (
 
 
 def given_away(summary: PublishedSummary | None) -> str | None:
-    """Returns from where on the published models give secrets away; None: none were planted."""
+    """Returns from where on published models give secrets away; None: no secrets were planted."""
     if summary is None:
         return None
     seen = [

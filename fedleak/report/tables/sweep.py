@@ -27,7 +27,7 @@ from fedleak.training.privacy import NONE
 from fedleak.util.sanitise import printable
 
 UTILITIES = {"mcc": "MCC", "perplexity": "perplexity"}
-"""The figures that stand for the utility of classifiers and of causal models, and their names."""
+"""The figures that measure the utility of classifiers and of causal models, and their names."""
 
 
 def utility_measure(collected: SweepSummary) -> str | None:
@@ -105,7 +105,7 @@ def _servers(collected: SweepSummary) -> list[str]:
 
 
 def _areas(collected: SweepSummary) -> dict[str, str | None]:
-    """Returns the scores whose areas are shown, by heading; None: what an attack names first."""
+    """Returns the scores whose areas are shown, by heading; None: an attack's first score."""
     members = [cell.membership for cell in collected.cells if cell.membership is not None]
     areas: dict[str, str | None] = {"who was in, AUC": None} if members else {}
     if any(figures.score == CALIBRATED for summary in members for figures in summary.figures):

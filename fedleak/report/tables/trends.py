@@ -21,9 +21,9 @@ class Dated:
     """A scored run.
 
     Attributes:
-        name: Of its folder.
+        name: The name of its folder.
         begun: The day on which it began; empty: an older version wrote it.
-        commit: The version of the code that it is of.
+        commit: The version of the code that made it.
         summary: Its figures.
         rows: What was read of each update.
     """
@@ -36,7 +36,7 @@ class Dated:
 
     @classmethod
     def read(cls, run: Run) -> "Dated":
-        """Returns a run as its files have it.
+        """Returns a run from its files.
 
         Raises:
             FedleakError: It was not scored, or a file is damaged.

@@ -21,7 +21,7 @@ from fedleak.store.summaries import SUMMARY
 from fedleak.util.sanitise import markup
 
 EXAMPLES = 4
-"""Recovered texts that are printed at most."""
+"""The most recovered texts that are printed."""
 
 
 def print_run(

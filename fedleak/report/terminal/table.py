@@ -15,7 +15,7 @@ from fedleak.report.table import Cell, Column, Table, Tone
 from fedleak.util.sanitise import markup, printable
 
 LONGEST_WORD = 24
-"""Characters of a word that is not broken, however narrow the terminal is."""
+"""The most characters of a word that is never broken, however narrow the terminal is."""
 
 STYLES = {Tone.PLAIN: "", Tone.ALARM: "red", Tone.GAP: "yellow"}
 
@@ -109,9 +109,9 @@ def _text(cell: Cell) -> Text:
 
 
 def _stacked(table: Table) -> Table:
-    """Returns a table whose columns that name a group are one, with a line for each.
+    """Returns a table with one column in place of those that name a group, with a line for each.
 
-    Where even that is too wide, its parts repeat the group and the column behind it.
+    If even that is too wide, its parts repeat the group and the column behind it.
     """
     headings = [column.heading for column in table.columns[: table.groups]]
     rows = []
