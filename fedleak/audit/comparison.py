@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from pydantic import JsonValue
 
 from fedleak.attacks import CALIBRATED
-from fedleak.audit.estimates import estimate, largest_client
+from fedleak.audit.estimates import Largest, estimate, largest_client
 from fedleak.audit.kept_texts import candidates_file, read_candidates, read_held_out
 from fedleak.audit.pairing import (
     AREA,
@@ -138,13 +138,7 @@ def _compare(before: Run, after: Run) -> Comparison:
             if lost:
                 why = f"{attack or 'all attacks'}: one run has no answer ({figure})"
                 unpaired[why] += lost
-    scores_of_lists = [_shares_of_members(run, {text.key for text in texts}) for run in runs]
-    for attack, figure in sorted(scores_of_lists[0].keys() & scores_of_lists[1].keys()):
-        old, new = (by_figure[attack, figure] for by_figure in scores_of_lists)
-        if not _have_one_list(runs, attack):
-            unpaired[f"{attack}: the runs ask about other texts"] += len(old)
-        elif both := sorted(old.keys() & new.keys()):
-            differences.append(difference(attack, figure, both, old, new, largest))
+    differences += _of_members(runs, texts, largest, unpaired)
     return Comparison(
         before=str(before.path),
         after=str(after.path),
@@ -157,6 +151,21 @@ def _compare(before: Run, after: Run) -> Comparison:
         correction=CORRECTION,
         tests=len(differences),
     )
+
+
+def _of_members(
+    runs: Sequence[Run], texts: Sequence[Text], largest: Largest, unpaired: Counter[str]
+) -> Iterator[Difference]:
+    """Yields the differences of how well members of these texts are told from others."""
+    keys = {text.key for text in texts}
+    before, after = (_shares_of_members(run, keys) for run in runs)
+    for attack, figure in sorted(before.keys() & after.keys()):
+        old, new = before[attack, figure], after[attack, figure]
+        members = sorted(old.keys() & new.keys())
+        if not _have_one_list(runs, attack):
+            unpaired[f"{attack}: the runs ask about other texts"] += len(old)
+        elif members:
+            yield difference(attack, figure, members, old, new, largest)
 
 
 def _shares_of_members(

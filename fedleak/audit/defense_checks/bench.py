@@ -1,7 +1,7 @@
 """Makes updates of a client with one defense and of a client without it, to test the defense.
 
-Texts are of random tokens. In a loud batch, the first example has a gradient some thousand times
-too large.
+Texts are of random tokens. In a loud batch, the first example has a gradient ten thousand times too
+large.
 """
 
 import math

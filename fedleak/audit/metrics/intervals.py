@@ -122,7 +122,7 @@ def ranks_of_quantile(share: float, count: int, miss: float) -> tuple[int | None
     """
     from scipy.stats import binom
 
-    # With the value of rank k, the share above is below `share` with the chance of k or fewer.
+    # The share above the value of rank k exceeds `share` with the chance of k or fewer.
     below = int(binom.ppf(miss, count, share))
     first = below if binom.cdf(below, count, share) <= miss else below - 1
     second = int(binom.ppf(1 - miss, count, share))
