@@ -29,7 +29,7 @@ from fedleak.store.summaries import SUMMARY
 from fedleak.util.errors import FedleakError, StoppedError
 
 Engine = Callable[[Run, Experiment, Callable[[], bool]], None]
-"""Trains an experiment in its run directory; calls the function to know whether to end early."""
+"""Trains an experiment in its run directory; the function, called now and then, ends it early."""
 
 
 def finished(run: Run, experiment: Experiment) -> bool:

@@ -16,7 +16,7 @@ FOLDERS = ("captures", "candidates", "defended", "detected", "models", "vault")
 def unsealed(run: Run) -> list[str]:
     """Returns the names of files and lines that carry no seal of this machine, or a wrong one.
 
-    Files that are computed from these, such as scores and the summary, have no seal: none is named.
+    Files computed from these, such as scores and the summary, have no seal and are not named.
     """
     return [*_unsealed_files(run), *_unsealed_lines(run)]
 

@@ -1,6 +1,6 @@
 """Plans what an audit does in its time: which clients and rounds, and how long each attack takes.
 
-The plan depends only on what a rehearsal measured. It names all that does not fit.
+Plain functions of what a rehearsal measured. The plan names all that does not fit.
 """
 
 import math
@@ -51,7 +51,7 @@ class Time:
 
     @property
     def ends(self) -> float:
-        """The moment at which attacks end, even if some are left, so that the page is in time."""
+        """The moment at which attacks end, even if some are left, so that the page has time."""
         return self.begun + STOPPED * 60 * self.minutes - REPORT_SECONDS
 
     def is_up(self) -> bool:

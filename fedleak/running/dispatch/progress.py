@@ -42,7 +42,7 @@ class RunProgress(NamedTuple):
         finished: The answers since the last time.
         rounds, rounds_expected: How many rounds of training are complete, of how many.
         seconds_left: The estimated time of the attacks that are left; None: not known yet.
-        seconds_most: The longest time of those attacks among them that have a time limit.
+        seconds_most: The most time that those attacks among them with a time limit take.
     """
 
     captures: int
@@ -87,6 +87,6 @@ class Pace:
         return sum(seconds) / max(1, num_workers)
 
     def seconds_most(self, num_workers: int) -> float:
-        """Returns the longest time of the attacks that are left and have a time limit."""
+        """Returns the most time that attacks take that are left and have a time limit."""
         most = sum(self._left[name] * limit for name, limit in self._limits.items())
         return most / max(1, num_workers)

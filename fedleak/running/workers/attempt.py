@@ -20,7 +20,7 @@ from fedleak.util.finite import all_finite
 
 
 def unfit(attack: Attack, seen: Observation, model: LanguageModel) -> Reconstruction | None:
-    """Returns the answer to an observation that cannot be attacked; None if it can be attacked."""
+    """Returns the answer, without a call, if an observation cannot be attacked; None if it can."""
     obstacle = attack.obstacle(AttackSetting.of(seen, model))
     if obstacle is not None:
         return Reconstruction.none(Status.INADMISSIBLE, one_line(str(obstacle)))
