@@ -150,7 +150,7 @@ def open_experiment(
 
 
 def _rehearsed_before(folder: Run, source: str) -> Timings | None:
-    """Returns what a rehearsal of the same experiment measured whose plan was refused; else None."""
+    """Returns what a rehearsal of this experiment measured, if its plan was refused; else None."""
     if not folder.has(REHEARSAL.name):
         return None
     before = folder.read_document(REHEARSAL)
