@@ -39,16 +39,16 @@ __all__ = [
 
 __version__ = VERSION
 
-# On some processors the order of a sum depends on where numbers lie in memory, unless MKL is told
-# otherwise; it costs about 3 %. MKL looks once, when it is first used.
+# On some processors the order of a sum depends on where numbers lie in memory. This setting of MKL
+# prevents that; it costs about 3 %. MKL reads it once, when it is first used.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
-# What is noted is shown by whoever wants it, by nobody else.
+# Log messages are shown only if the program that imports fedleak adds a handler.
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the public functions when one of them is first asked for."""
+    """Imports the public functions when one of them is first used."""
     if name.startswith("__") or name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module("fedleak.api"), name)

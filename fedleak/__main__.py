@@ -4,7 +4,7 @@ import sys
 
 
 def main() -> None:
-    """Calls the command line, or says what to install where only the tap is."""
+    """Calls the command line, or says what to install if only the tap is installed."""
     try:
         from fedleak.cli import app
 

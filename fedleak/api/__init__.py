@@ -23,7 +23,7 @@ True
 >>> scored.row.exact_match, scored.row.guess_rougeL < 50
 (1.0, True)
 
-What can be wrong is a `fedleak.ConfigError`, with one line that says what to do:
+A mistake in a call raises `fedleak.ConfigError`, with one line that says what to do:
 
 >>> fedleak.attack({"bert.pooler.dense.wieght": torch.ones(2)}, model, tokenizer, sent=result.sent)
 Traceback (most recent call last):
@@ -74,7 +74,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _HELD_OUT, _HELD_OUT_SEED = 100, 20
-"""How many built-in notes stand for texts of others where none are given, and their seed."""
+"""How many built-in notes serve as held-out texts if none are given, and their seed."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ class AttackResult:
 
     Attributes:
         answer: The answer, as a run keeps it: token ids, evidence, diagnostics.
-        model: What was attacked, without its weights: scores need its tokenizer.
-        sent: What the attack was told of the update.
+        model: The model that was attacked, without its weights: scores need its tokenizer.
+        sent: What the attack knew about the update.
     """
 
     answer: Answer
@@ -176,23 +176,23 @@ def attack(
     Args:
         update: Tensors by parameter name; or in the order of `model.parameters()`, as
             `torch.autograd.grad` returns them; or the module that holds them, after
-            `loss.backward()`. Parameters that were not sent are absent, or None. Wrappers' words
-            in names (`module.`, `base_model.model.`, `_orig_mod.`) do not matter. Their type says
-            how exact they are: give half precision as it is.
+            `loss.backward()`. Parameters that were not sent are absent, or None. Parts of names
+            that wrappers add (`module.`, `base_model.model.`, `_orig_mod.`) do not matter. The
+            type of a tensor says how exact it is: give half precision as it is.
         model: The transformers model at the weights that training started from: a BERT, GPT-2 or
             LLaMA for sequence classification or next-token prediction, in any wrapper. Or the
             name of a folder or hub id with all of its weights.
-        tokenizer: Of the model; only for a module.
+        tokenizer: The model's tokenizer; only if the model is a module.
         sent: What the server knows of the update: at least how many texts it was computed on.
         kind: The attack; `fedleak list` names them.
-        settings: Of the attack, by name, as in `[[attack]]` of an experiment file.
-        task: "sequence-classification" or "causal-lm", of a model that is given by its name; left
-            out: what it was saved as.
+        settings: Settings of the attack, by name, as in `[[attack]]` of an experiment file.
+        task: "sequence-classification" or "causal-lm", for a model that is given by its name; left
+            out: the task that the model was saved for.
         seed: Decides what the attack draws.
-        on_progress: Is told how far a long attack is.
+        on_progress: Called with the progress of a long attack.
 
     Returns:
-        The answer. An attack that crashes is an answer of the status "failed".
+        The answer. If the attack crashes, the status of the answer is "failed".
 
     Raises:
         ConfigError: The update does not fit the model, or something else that you can mend.
@@ -213,7 +213,7 @@ def attack(
     if sent.dropout is None:
         sent = sent.model_copy(update={"dropout": _dropout(model)})
     seen = observe(update, victim, sent, inner(model) if isinstance(model, nn.Module) else None)
-    for name in seen.update.tensors:  # certificates recompute what was sent, frozen since or not
+    for name in seen.update.tensors:  # certificates recompute these, even if frozen since
         victim.module.get_parameter(name).requires_grad_(True)
     start = time.perf_counter()
     reconstruction = _attempt(named, seen, victim, seed, on_progress)
@@ -241,14 +241,14 @@ def score(
 
     Args:
         result: What `attack` returned.
-        texts: The private texts; or their token ids, where they were cut or tokenised otherwise.
-        labels: The class of each text, for attacks that read how many there are of each; whole
+        texts: The private texts; or their token ids, if they were cut or tokenised in another way.
+        labels: The class of each text, for attacks that read how many texts each class has; whole
             numbers, in a list, an array or a tensor.
-        other: The answer of the same attack for an update of other texts: the first control. What
-            both score alike is no leak.
-        held_out: Texts like these that were not in the batch: the second control is what they
-            score, drawn without the update. Left out: fedleak's built-in notes, in English.
-        seed: Decides which of them are drawn.
+        other: The answer of the same attack for an update of other texts: the first control. A
+            score is a leak only as far as it exceeds the score of this control.
+        held_out: Texts like these that were not in the batch. Some are drawn without the update:
+            their score is the second control. Left out: fedleak's built-in notes, in English.
+        seed: Decides which held-out texts are drawn.
 
     Returns:
         `row`, with the figures of `leakage.jsonl`, and `pairs`, each text with what was read of it.
@@ -259,7 +259,7 @@ def score(
     model = result.model
     sequences = _token_ids("texts", texts, model)
     if len(sequences) != result.sent.num_examples:
-        # An attack answers with as many texts as it was told, so that fewer or more match none.
+        # An attack answers with num_examples texts, so fewer or more texts cannot be matched.
         raise ConfigError(
             f"texts: there are {len(sequences)}, but the attack was told num_examples = "
             f"{result.sent.num_examples}: give all texts of the update"
@@ -345,23 +345,23 @@ def run(
     folder: str | os.PathLike[str] | None = None,
     fresh: bool = False,
 ) -> Results:
-    """Runs an experiment, or what of it is left: trains, captures, attacks and scores.
+    """Runs an experiment, or the rest of it: trains, captures, attacks and scores.
 
     Attacks run in processes of their own, so a script must call this below
     `if __name__ == "__main__":`. A notebook or a REPL need not.
 
     Args:
-        experiment: An experiment file, or its tables as a dict, in which no `${NAME}` is filled in.
+        experiment: An experiment file, or its tables as a dict; `${NAME}` in a dict stays as it is.
         folder: The run directory; left out: runs/NAME.
         fresh: Move earlier results of this name aside.
 
     Raises:
         ConfigError: The experiment cannot work.
-        FedleakError: It failed, or it is not complete; `read_results` reads what is there.
+        FedleakError: The run failed or is not complete; `read_results` reads what is there.
     """
     from fedleak.audit.gaps import refuse_gaps
     from fedleak.federation.lookup import run_folder
-    from fedleak.flower.engines import train  # takes seconds, as all that trains
+    from fedleak.flower.engines import train  # this import takes seconds
     from fedleak.running import pipeline
     from fedleak.running.preparation import prepare
 
@@ -395,7 +395,7 @@ def builtin_model(name: str) -> str:
 
     Args:
         name: "bert-tiny", "gpt2-tiny" or "llama-tiny": small, with random weights. It is made on
-            this machine when first asked for.
+            this machine when it is first used.
 
     Raises:
         ConfigError: There is no such model.
@@ -423,7 +423,7 @@ def _victim(
 
 
 def _dropout(model: object) -> bool | None:
-    """Whether a module trains with dropout as it is now; None: a name does not tell."""
+    """Whether a module trains with dropout as it is now; None: a model's name does not show it."""
     if not isinstance(model, nn.Module):
         return None
     layers = (layer for layer in model.modules() if isinstance(layer, nn.Dropout))
@@ -469,10 +469,10 @@ def _attempt(
 def _token_ids(
     name: str, texts: Sequence[str] | Sequence[Sequence[int]], model: LanguageModel
 ) -> list[tuple[int, ...]]:
-    """Returns the token ids that a client feeds for each text, cut as the model must have them.
+    """Returns the token ids that a client feeds to the model for each text, cut to `max_length`.
 
     Raises:
-        ConfigError: Something else than texts or token ids.
+        ConfigError: These are not texts or token ids.
     """
     if isinstance(texts, str):
         raise ConfigError(f"{name} is one text: give a list of texts")

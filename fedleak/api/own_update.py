@@ -1,7 +1,7 @@
 """An update of somebody's own training: from a gradient, a delta or weights to an observation.
 
-What comes here was made by others, maybe read from a file, so it is checked before it is believed:
-names, shapes, kinds of numbers, and then the numbers.
+Others made the update, and it may be read from a file. So it is checked before it is used: names,
+shapes, types of numbers, and then the numbers.
 """
 
 import math
@@ -21,12 +21,12 @@ from fedleak.util.sanitise import printable
 
 Tensors = nn.Module | Mapping[str, Any] | Sequence[Any]
 """A module stands for the gradients or weights that it holds; else tensors or arrays by name, or in
-the order of `parameters()`; None where nothing was sent."""
+the order of `parameters()`, with None for a parameter that was not sent."""
 
 
 NEAR = 0.1
 """Local training moves weights by less than this share of their norm, and no gradient is so near to
-them."""
+the weights."""
 
 _LONGEST = 200
 """Characters of a name that are repeated in an error."""
@@ -39,12 +39,12 @@ def observe(
 
     Args:
         update: Tensors of any floating-point type, which they keep.
-        model: At the weights that training started from.
-        sent: What the server knows of the update. Its weight decay is taken out of a delta.
-        order: The module whose parameters a sequence follows; None: the model's own.
+        model: The model at the weights that training started from.
+        sent: What the server knows of the update. The weight decay in it is removed from a delta.
+        order: The module that gives the order of a sequence; None: the model's own.
 
     Raises:
-        ConfigError: Anything about the update that is not right.
+        ConfigError: Something about the update is not right.
     """
     payload, kind = sent.payload, UpdateKind.DELTA
     named = _by_name(update, payload, order or model.module)
@@ -61,7 +61,7 @@ def observe(
         kind = UpdateKind.GRADIENT
     else:
         tensors = {name: sent.without_decay(t, own[name]) for name, t in tensors.items()}
-        # What was not trained did not change, not even by decay, and says nothing.
+        # A parameter that was not trained did not change, not even by decay: its zeros are dropped.
         trained = model.trained()
         tensors = {n: t for n, t in tensors.items() if n in trained or bool(t.any())}
     if not any(bool(tensor.any()) for tensor in tensors.values()):
@@ -75,19 +75,19 @@ def observe(
 
 
 def _near(tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> bool:
-    """Whether tensors differ from the weights of the same names by less than a tenth of these."""
+    """Whether tensors differ from weights of the same names by less than a tenth of their norm."""
     length, size = (
         math.hypot(*(float(values[name].float().norm()) for name in tensors))
         for values in (tensors, weights)
     )
     if abs(length - size) >= NEAR * size:
-        return False  # a gradient, most often: its difference would need a copy
+        return False  # most often a gradient; the difference would need a copy
     difference = (float((value.float() - weights[name]).norm()) for name, value in tensors.items())
     return math.hypot(*difference) < NEAR * size
 
 
 def _by_name(update: Tensors, payload: Payload, order: nn.Module) -> dict[str, Any]:
-    """Returns what was sent, under the names that it has; without what was not sent."""
+    """Returns the tensors that were sent, under the names that they have in the update."""
     if isinstance(update, nn.Module):
         if payload == "delta":
             raise ConfigError(
@@ -157,7 +157,7 @@ def _checked(named: Mapping[str, Any], model: LanguageModel, payload: Payload) -
 
 
 def _tensor(shown: str, value: Any, parameter: Tensor) -> Tensor:
-    """Returns a tensor that is like its parameter.
+    """Returns a value as a tensor, with the shape and the device of its parameter.
 
     Flower clients send arrays of NumPy, whose bytes and numbers may be in any order.
     """
@@ -167,7 +167,7 @@ def _tensor(shown: str, value: Any, parameter: Tensor) -> Tensor:
         try:
             native = value.astype(value.dtype.newbyteorder("="), order="C", copy=False)
             tensor = torch.as_tensor(native)
-        except TypeError as error:  # texts, objects, and what torch has no numbers like
+        except TypeError as error:  # texts, objects, and types of numbers that torch lacks
             words = f"{shown} is of {printable(str(value.dtype))}: give floating-point numbers"
             raise ConfigError(words) from error
     if not isinstance(tensor, Tensor):
@@ -182,7 +182,7 @@ def _tensor(shown: str, value: Any, parameter: Tensor) -> Tensor:
         raise ConfigError(
             f"not every number of {shown} is finite: training diverged, or a cast overflowed"
         )
-    return detached.to(parameter.device).contiguous()  # it may be one number in all places
+    return detached.to(parameter.device).contiguous()  # it may be an expanded tensor
 
 
 def _check_shape(shown: str, shape: Sequence[int], parameter: Tensor) -> None:
@@ -194,10 +194,10 @@ def _check_shape(shown: str, shape: Sequence[int], parameter: Tensor) -> None:
 
 
 def _no_plain_tensor(tensor: Tensor) -> str | None:
-    """Returns what a tensor is that does not hold each of its numbers once; else None.
+    """Returns the kind of a tensor that does not hold each of its numbers once; else None.
 
-    Indices of a sparse tensor may lead out of its memory, and what has no numbers has no shape
-    that can be believed. None of these questions looks at a number.
+    Indices of a sparse tensor may point out of its memory, and the shape of a tensor without
+    numbers cannot be trusted. None of these checks reads a number.
     """
     kinds = {
         "a nested tensor": tensor.is_nested,

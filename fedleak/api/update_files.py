@@ -23,15 +23,15 @@ _LONGEST = 200
 
 
 def read_update(path: Path) -> Mapping[str, Any] | Sequence[Any]:
-    """Returns the tensors of a file by name, or in their order where it has no names.
+    """Returns the tensors of a file by name, or in their order if it has no names.
 
-    Shapes and numbers are as the file claims: whoever uses them checks them.
+    Shapes and numbers are as the file claims: the caller checks them.
 
     Args:
         path: Ends in .safetensors, or in .pt, .pth or .bin for what torch.save wrote.
 
     Raises:
-        ConfigError: It cannot be read, or holds something else than tensors.
+        ConfigError: The file cannot be read, or does not hold tensors only.
     """
     read = READERS.get(path.suffix.lower())
     if read is None:
@@ -62,14 +62,14 @@ def _torch(path: Path) -> Mapping[str, Any] | Sequence[Any]:
                 if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
                     raise ValueError("it is compressed, which torch.save never does")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about how a file was written that is refused below
+            warnings.simplefilter("ignore")  # about the format of a file that is refused below
             loaded = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ConfigError(
             f"update file {str(path)!r} holds more than tensors, and nothing else is loaded "
             f"({_named_global(error)}): save a dict of tensors, such as model.state_dict()"
         ) from error
-    except Exception as error:  # whatever torch makes of any bytes
+    except Exception as error:  # torch may raise anything on such bytes
         raise _unreadable(path, error) from error
     if isinstance(loaded, Mapping | list | tuple):
         return loaded
@@ -80,7 +80,7 @@ def _torch(path: Path) -> Mapping[str, Any] | Sequence[Any]:
 
 
 def _named_global(error: Exception) -> str:
-    """Returns what the reader of pickles stumbled over, in a few words."""
+    """Returns what the reader of pickles refused, in a few words."""
     for line in str(error).splitlines():
         if "GLOBAL" in line or "Unsupported" in line:
             return printable(line.strip())[:_LONGEST]

@@ -4,7 +4,7 @@ import logging
 import os
 from typing import Annotated
 
-# Nothing that is measured here is anyone else's business, and the progress bars are ours.
+# No library sends what it measures to others or checks for updates, and only fedleak draws bars.
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
 os.environ.setdefault("FLWR_LOG_LEVEL", "ERROR")
@@ -37,7 +37,7 @@ app = typer.Typer(
 
 
 def say_versions(wanted: bool) -> None:
-    """Prints the versions of what results depend on, one in a line, and ends."""
+    """Prints the versions that results depend on, one in a line, and ends."""
     if wanted:
         for name, version in versions().items():
             console.print(f"{name} {version}", markup=False, highlight=False)
@@ -69,5 +69,5 @@ for command in (
     *(audit, run, sweep, attack, attack_update, score, watch),
     *(report, gate, compare, export, import_, bench, bench_table),
     *(purge, explain, check_defense, train_prior, list_),
-):  # in this order they stand in the help
+):  # the help lists them in this order
     app.command(command.__name__.strip("_").replace("_", "-"))(mended()(command))

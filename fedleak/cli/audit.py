@@ -116,7 +116,7 @@ def audit(
 
 
 def _defend(opened: "Opened", train: "Engine", on: "Sequence[Worker]") -> None:
-    """Tries defenses on the setting of an audit, and says which is the cheapest in its limits."""
+    """Tries defenses on the setting of an audit, and prints the cheapest within its limits."""
     from fedleak.report.tables.advice import advice_table
     from fedleak.report.terminal.table import print_table
     from fedleak.running.audit.search import ENDING, advise
@@ -138,7 +138,7 @@ def _defend(opened: "Opened", train: "Engine", on: "Sequence[Worker]") -> None:
 
 
 def tell(line: str) -> None:
-    """Says what begins."""
+    """Prints a line about what begins."""
     console.print(line, markup=False, highlight=False)
 
 

@@ -1,6 +1,6 @@
 """What a shell offers after Tab: experiment files and run directories.
 
-Where nothing here fits, the shell offers files as it does for any command.
+If nothing here fits, the shell offers files as it does for any command.
 """
 
 from collections.abc import Iterator

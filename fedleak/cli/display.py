@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from fedleak.models.prior_training import PriorProgress
     from fedleak.running.dispatch.progress import RunProgress, UnderWay
 
-console = Console(emoji=False)  # a text has what it has
+console = Console(emoji=False)  # texts are printed as they are
 
 TURN_SECONDS = 3
-"""How long one client's text is shown, of several that are attacked together."""
+"""How long the text of one client is shown if several clients are attacked together."""
 
 
 def remark(remarks: Iterable[str]) -> None:
@@ -108,11 +108,11 @@ def progress(console: Console) -> Iterator[Callable[..., None]]:
 
 
 class CellProgress:
-    """Says which of several runs is going on; the last ones of all of them are.
+    """Prints which of several runs is going on; runs to come have the last numbers.
 
     Args:
-        names: Of the runs to come, in their order.
-        total: How many there are, with those that are done; None: these are all.
+        names: Names of the runs to come, in their order.
+        total: How many runs there are, with finished ones; None: there are only these.
     """
 
     def __init__(self, names: Sequence[str], total: int | None = None) -> None:
@@ -120,7 +120,7 @@ class CellProgress:
         self._numbers = dict(zip(names, count(self._total - len(names) + 1), strict=False))
 
     def tell(self, name: str, event: str = "") -> None:
-        """Says what has happened to a run; without an event, that it begins."""
+        """Prints what has happened to a run; without an event, that it begins."""
         about = f"{self._numbers[name]} of {self._total} {event}".rstrip()
         console.print(f"{about}: {markup(name)}")
 

@@ -66,7 +66,7 @@ def import_(
 def import_tapped(
     tapped: Path, about: Path | None, out: Path | None, *, allow_commands: bool
 ) -> "Imported":
-    """Makes a run of what a tap kept, and says what it has.
+    """Makes a run of what a tap kept, and prints what the run has.
 
     Raises:
         ConfigError: It cannot be imported, or names programs that are not allowed.

@@ -1,4 +1,4 @@
-"""How a command ends that cannot go on: one line on stderr, and an exit status."""
+"""How a command ends if it cannot go on: one line on stderr, and an exit status."""
 
 import logging
 import sys
@@ -19,7 +19,7 @@ INTERRUPTED = 130
 """Exit status of a command that Ctrl-C has ended."""
 
 FOR_OTHERS = (typer.Exit, typer.BadParameter, BrokenPipeError, ModuleNotFoundError)
-"""Errors that typer ends well, and one for which `fedleak.__main__` says what to install."""
+"""Errors that typer handles, and one for which `fedleak.__main__` says what to install."""
 
 _log = logging.getLogger(__name__)
 

@@ -87,7 +87,7 @@ def write(result: AttackResult, scored: Scored | None, path: Path) -> None:
 
 
 def refuse_failure(result: AttackResult) -> None:
-    """Refuses to end well where an attack failed, or could not start.
+    """Raises an error if an attack failed or could not start.
 
     Raises:
         ConfigError: The attack cannot work on such an update.

@@ -13,7 +13,7 @@ from fedleak.util.sanitise import markup
 
 TEXTS = ("text", "sentence", "review", "content", "message", "body", "note", "comment")
 CLASSES = ("label", "class", "category", "target", "sentiment")
-"""Usual names of columns, in lower case; of others the user is asked."""
+"""Usual names of columns, in lower case; the user is asked about other names."""
 
 TRAINING: dict[str, dict[str, Any]] = {
     "gradients": {
@@ -35,14 +35,14 @@ DEFENSES: dict[str, list[dict[str, Any]]] = {
 }
 
 SHAPE = {"clients": 4, "rounds": 3, "batch_size": 2}
-"""Of the federation, for the user to change in the file."""
+"""The shape of the federation, which the user can change in the file."""
 
 
 def ask(minutes: float, data: Path | None = None) -> tuple[Path, float]:
     """Asks what is trained, how, and for how long it may be audited, and writes the file.
 
     Args:
-        minutes: What is taken if the user says nothing.
+        minutes: The minutes if the user enters none.
         data: The file of texts; None: it is asked for, too.
 
     Returns:
@@ -98,7 +98,7 @@ def _model(name: str, classifies: bool, training: str) -> dict[str, Any]:
 
 
 def _columns(data: Path) -> dict[str, str]:
-    """Returns the columns of texts and of classes; asks where their names do not tell."""
+    """Returns the columns of texts and of classes; asks if their names do not show them."""
     from fedleak.data.files import TableFile
 
     file = TableFile(path=data)
@@ -114,7 +114,7 @@ def _columns(data: Path) -> dict[str, str]:
 
 
 def _name(data: Path) -> str:
-    """Returns a name of which there is no file yet, made of the name of the data."""
+    """Returns a name, made from the name of the data, that no file has yet."""
     import re
 
     stem = re.sub(r"[^A-Za-z0-9._-]", "-", data.stem).lstrip("._-")[:40] or "audit"

@@ -127,7 +127,7 @@ def compare(
     """Compare runs with the first one, text by text: does the server read more after a change?
 
     RUN is a run directory, two or more. Only the same texts of the same client and round are
-    compared, and what has no partner is said. Where the sampling of DP-SGD drew other texts, the
+    compared; texts without a partner are counted. If the sampling of DP-SGD drew other texts, the
     figures of both runs stand side by side.
 
     One RUN that is a folder of runs is shown as a whole, over their dates and over rounds. The same

@@ -68,7 +68,7 @@ def run(
 
 
 def refuse_stored_programs(path: Path, experiment: "Experiment", changes: Sequence[str]) -> None:
-    """Refuses programs that a run of somebody else names, and the user's own changes do not.
+    """Refuses programs that somebody else's run names, unless the user's own changes name them.
 
     Args:
         path: The run directory.

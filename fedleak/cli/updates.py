@@ -52,7 +52,7 @@ def attack_update(
     FILE is a file of the update, by parameter name: .safetensors, or what torch.save wrote (.pt,
     .pth, .bin), of which nothing is run. `--sent num_examples=2 --sent payload=delta --sent
     learning_rate=0.1` is what the server knows of it, by the fields of `fedleak.SentUpdate`: how
-    many texts it is of (left out: as many as in `--texts`), how it was made, and facts that are
+    many texts it has (left out: as many as in `--texts`), how it was made, and facts that are
     granted.
 
     The texts that it reads are private, and they are printed to a pipe or file, too.

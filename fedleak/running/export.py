@@ -20,15 +20,14 @@ from fedleak.util.errors import CaptureError, ConfigError, FedleakError
 _KINDS = (".csv", ".parquet")
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
-"""How a cell begins that a spreadsheet takes for a formula."""
+"""The beginnings of a cell that a spreadsheet takes for a formula."""
 
 
 def export(run: Run, path: Path, *, texts: bool = False) -> int:
     """Writes a run's rows of leakage.jsonl as a table, and returns how many there are.
 
-    What is a table or a list in leakage.jsonl is JSON in one cell. A column `server` has the
-    server's mode in the round. Only the owner can open the
-    file.
+    A table or a list in leakage.jsonl becomes JSON in one cell. The column `server` has the
+    server's mode in the round. Only the owner can open the file.
 
     Args:
         run: A run that was scored.
@@ -72,7 +71,7 @@ def export(run: Run, path: Path, *, texts: bool = False) -> int:
 
 
 def _flat(row: LeakageRow) -> dict[str, Any]:
-    """Returns a row as cells: what is a table or a list is JSON."""
+    """Returns a row as cells: a table or a list becomes JSON."""
     personal = [item.model_dump(mode="json") for item in row.personal]
     return {
         name: json.dumps(value) if isinstance(value, dict | list) else value

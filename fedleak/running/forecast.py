@@ -1,4 +1,4 @@
-"""What a run takes: disk as exact arithmetic, and words for sizes and times."""
+"""How much disk a run takes, computed exactly, and words for sizes and times."""
 
 import shutil
 from collections import Counter
@@ -24,9 +24,9 @@ _MOMENTS = 2
 
 
 def bytes_kept(experiment: Experiment, model: LanguageModel) -> int:
-    """Returns the size of the captures and models that a run has at any time, at most.
+    """Returns the most bytes that the captures and models of a run take at any time.
 
-    What an attack failed on is not deleted, whatever `audit.keep` says, and does not count here.
+    A capture on which an attack failed stays, whatever `audit.keep` says, and does not count here.
 
     Args:
         experiment: The run.
@@ -98,7 +98,7 @@ def refuse_full_disk(needed: int, path: Path, there: int = 0) -> None:
 
 
 def disk(needed: int, path: Path) -> str | None:
-    """Returns how much disk a run takes, in a line; None if that is not worth a word."""
+    """Returns how much disk a run takes, in a line; None if it is too little to mention."""
     if needed < WORTH_SAYING_BYTES:
         return None
     return f"captures and models take up to {size(needed)}; {size(_free(path))} are free"

@@ -29,7 +29,7 @@ from fedleak.store.summaries import SUMMARY
 from fedleak.util.errors import FedleakError, StoppedError
 
 Engine = Callable[[Run, Experiment, Callable[[], bool]], None]
-"""Trains an experiment in its run directory, and asks now and then whether to end early."""
+"""Trains an experiment in its run directory; the function, called now and then, ends it early."""
 
 
 def finished(run: Run, experiment: Experiment) -> bool:
@@ -53,7 +53,7 @@ def finished(run: Run, experiment: Experiment) -> bool:
         answers = shards.read_answers(run)
     except FedleakError:  # missing or damaged: running mends what it can
         return False
-    # `fedleak score` during the run leaves scores of a part of it.
+    # `fedleak score` during the run writes scores of a part of it.
     done = summary.status == run.info()["status"] == "finished"
     if wants_control(experiment) and summary.positive_control is None:
         return False
@@ -71,15 +71,15 @@ def carry_out(
     control: bool = False,
     findings: Sequence[Finding] | None = None,
 ) -> list[Scored]:
-    """Trains, attacks and scores, as far as the run directory lacks that.
+    """Trains, attacks and scores what the run directory lacks.
 
     Args:
         run: The run directory.
         experiment: What was prepared there.
-        train: The engine, which the library does not know: `fedleak.flower.engines.train`.
-        crew: Attacks; what was read until it is enough is scored.
-        control: Attack undefended copies, too; they are in any case where limits need them.
-        findings: Of the check of its defenses; None: it is made first.
+        train: The engine, which this package does not import: `fedleak.flower.engines.train`.
+        crew: Attacks the captures; the answers that it gets before it stops are scored.
+        control: Attack undefended copies, too; if limits need them, they are always attacked.
+        findings: Findings of the check of the defenses; None: the check is made first.
     """
     with run.lock():
         around = under_way(run, experiment, crew, control=control, findings=findings)
@@ -100,7 +100,7 @@ def under_way(
     """Does all that is around training: checks of defenses, attacks, the central reference.
 
     Yields:
-        A function that tells whether training is to stop, as `attacking` does.
+        A function that returns whether training has to stop, as that of `attacking` does.
 
     Raises:
         FedleakError: A defense does not do what it says.
@@ -120,20 +120,20 @@ def under_way(
 
 
 def wants_control(experiment: Experiment) -> bool:
-    """Whether a run has a positive control: where its `[gate]` limits what attacks read."""
+    """Whether a run needs a positive control: its `[gate]` limits what attacks read."""
     return experiment.gate.limits_leaks and not positive_control.is_undefended(experiment)
 
 
 def attack_copies(run: Run, experiment: Experiment, crew: Crew) -> None:
     """Makes the undefended copies of a run and attacks them, as far as that is not done yet.
 
-    Nothing is done where no batch is here, as on a server whose nodes keep their vaults. Whoever
-    calls this holds the lock of the run.
+    Nothing is done if no batch is here, as on a server whose nodes keep their vaults. The caller
+    holds the lock of the run.
 
     Args:
         run: The run directory.
         experiment: What was prepared there, with the attacks to be tried.
-        crew: Attacks.
+        crew: Attacks the copies.
     """
     if (copies := positive_control.make_copies(run, experiment)) is not None:
         control = positive_control.control_of(run)
@@ -145,7 +145,7 @@ def attack_copies(run: Run, experiment: Experiment, crew: Crew) -> None:
 
 
 def _of_copies(progress: RunProgress) -> RunProgress:
-    """Says of each attack that it is on a copy: the update itself has the same round and client."""
+    """Marks each attack as one on a copy: the update itself has the same round and client."""
     return progress._replace(
         under_way=tuple(
             doing._replace(attack=f"copy: {doing.attack}") for doing in progress.under_way
@@ -167,9 +167,9 @@ def attack_again(
     Args:
         run: The run directory.
         experiment: What was prepared there, with the attacks to be tried.
-        crew: Attacks; what was read until it is enough is scored.
+        crew: Attacks the captures; the answers that it gets before it stops are scored.
         retry: Try again what failed.
-        control: Attack undefended copies, too; they are in any case where limits need them.
+        control: Attack undefended copies, too; if limits need them, they are always attacked.
     """
     with run.lock():
         if retry:
@@ -191,7 +191,7 @@ def noting_status(run: Run) -> Iterator[None]:
         run.update_info(status="interrupted")
         raise
     except BaseException as error:
-        with suppress(OSError, FedleakError):  # a full disk must not hide what came first
+        with suppress(OSError, FedleakError):  # a full disk must not hide the first error
             why = {"reason": failure(error), "traceback": trace(error)}
             run.update_info(status="failed", failure=why)
         raise
@@ -207,7 +207,7 @@ def attack_shard(
         run: The run directory.
         experiment: What was prepared there.
         shard: Which share.
-        crew: Attacks.
+        crew: Attacks the captures.
         retry: Try again what failed.
 
     Returns:
@@ -250,7 +250,7 @@ def attack_shard(
 
 
 def disk_note(run: Run, experiment: Experiment) -> str | None:
-    """Returns how much disk a run takes, in a line; None if that is not worth a word."""
+    """Returns how much disk a run takes, in a line; None if it is too little to mention."""
     model = outline(experiment, run.info()["num_labels"])
     return forecast.disk(forecast.bytes_kept(experiment, model), run.path)
 

@@ -1,4 +1,4 @@
-"""Before a run: is the experiment possible, and whose is the run directory?"""
+"""Before a run: checks that the experiment is possible and that the run directory is its own."""
 
 import json
 import shlex
@@ -57,7 +57,7 @@ TRAINED = (
 """What training leaves in a run directory beside run.json."""
 
 _LONGEST = 300
-"""Characters of a command of somebody else that are shown."""
+"""Characters of somebody else's command that are shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,11 +65,11 @@ class Plan:
     """An experiment that can work, and what its run directory starts with.
 
     Attributes:
-        candidates: By their place in the run directory, lists that attacks on membership are asked
-            about.
+        candidates: The lists of texts that attacks on membership are asked about, by their place in
+            the run directory.
         classes: Names of the classes, for nodes with data of their own.
-        remarks: What may not be meant, for the user to read.
-        sizes: How many examples each client has; none: that is for the nodes to say.
+        remarks: Remarks for the user on settings that may not be intended.
+        sizes: How many examples each client has; empty: only the nodes know.
         disk: Bytes of all captures and models.
     """
 
@@ -145,10 +145,10 @@ def plan(experiment: Experiment) -> Plan:
 
 
 def check_targets(experiment: Experiment, model: LanguageModel) -> None:
-    """Refuses a malicious server that is after clients of which none trains in a round.
+    """Refuses a malicious server if none of its targets trains in one of its rounds.
 
     Raises:
-        ConfigError: The first such round.
+        ConfigError: There is such a round; the message names the first.
     """
     mode = experiment.server_built.mode
     if mode.isolated(model.trained(), model) is None:
@@ -168,10 +168,10 @@ def read_candidates(
     """Reads the files of texts that attacks on membership are asked about.
 
     Returns:
-        By their place in the run directory.
+        The lists of texts, by their place in the run directory.
 
     Raises:
-        ConfigError: A file that is not right.
+        ConfigError: A file is not right.
     """
     lists = {}
     for attack in experiment.attacks:
@@ -183,7 +183,7 @@ def read_candidates(
 
 
 def keep_candidates(run: Run, lists: Mapping[str, Mapping[str, Any]]) -> None:
-    """Writes lists that attacks are asked about into the run directory.
+    """Writes the lists of texts that attacks are asked about into the run directory.
 
     Raises:
         ConfigError: An attack was asked about other texts before.
@@ -202,11 +202,11 @@ def keep_candidates(run: Run, lists: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def prepare_attacks(run: Run, experiment: Experiment) -> None:
-    """Checks further attacks on a run that was trained, and keeps the texts that they ask about.
+    """Checks further attacks on a trained run, and keeps the texts that they are asked about.
 
     Raises:
         ConfigError: An attack cannot work in this experiment, or the captures do not hold what it
-            reads; a file of candidates is not right, or was another before.
+            reads; a file of candidates is not right, or had other texts before.
     """
     if (sees := stored(run).sees) != experiment.sees:
         raise ConfigError(
@@ -225,7 +225,7 @@ def ask_again(run: Run, experiment: Experiment, model: LanguageModel) -> None:
     """Reads files of candidates for attacks on a run that was trained, and keeps their texts.
 
     Raises:
-        ConfigError: A file that is not right, or an attack was asked about other texts before.
+        ConfigError: A file is not right, or an attack was asked about other texts before.
     """
     classes = [str(number) for number in range(run.info()["num_labels"])]
     asking = any(named_attack.candidates is not None for named_attack in experiment.attacks)
@@ -241,7 +241,7 @@ def _remarks(
     unknown: float,
     workload: Workload,
 ) -> tuple[str, ...]:
-    """Returns what is no mistake, but may not be meant."""
+    """Returns remarks on settings that are no mistake, but may not be intended."""
     whole = [] if experiment.audit.store == "all" else read_whole(experiment, model)
     batch, parts = experiment.federation.batch_size, workload.parts
     lora, dropout = experiment.model.lora, experiment.federation.dropout
@@ -266,7 +266,7 @@ def open_run(plan: Plan, path: Path, *, fresh: bool = False) -> Run:
     """Opens the run directory of an experiment, or makes it.
 
     Raises:
-        ConfigError: Another experiment ran here, there are files that belong to none, or what the
+        ConfigError: Another experiment ran here, files here belong to no experiment, or what the
             run keeps does not fit on the disk.
     """
     run = Run(path)
@@ -304,7 +304,7 @@ def open_run(plan: Plan, path: Path, *, fresh: bool = False) -> Run:
 
 
 def trains_alike(experiment: Experiment, other: Experiment) -> bool:
-    """Whether two experiments differ at most in what is done with updates that are all kept."""
+    """Whether two experiments keep all updates and differ at most in what follows training."""
     after = {"name": True, "attack": True, "workers": True, **CHANGEABLE}
     one_way, other_way = (
         alike.model_dump(mode="json", exclude=after | {"threat": {"knows", "ladder"}})
@@ -315,12 +315,12 @@ def trains_alike(experiment: Experiment, other: Experiment) -> bool:
 
 
 def open_trained(plan: Plan, path: Path, trained: Run) -> Run:
-    """Makes the run directory of an experiment, with what another one trained that trains alike.
+    """Makes the run directory of an experiment from a finished run that trains alike.
 
-    Large files have two names then, so they take no room. All is there at once, or nothing is.
+    Large files get a second name, so they take no room. The directory appears whole or not at all.
 
     Args:
-        plan: Of the experiment.
+        plan: The plan of the experiment.
         path: The run directory, which is not there yet.
         trained: The other run, which is finished.
     """
@@ -329,7 +329,7 @@ def open_trained(plan: Plan, path: Path, trained: Run) -> Run:
     run = open_run(plan, begun)
     for source in filter(Path.exists, (trained.path / name for name in TRAINED)):
         if source.is_dir():
-            # Beside a capture of which every attack has answered stands a note that says so.
+            # A note beside a capture says that every attack has answered; here none has yet.
             notes = shutil.ignore_patterns("*.json") if source.name == "captures" else None
             shutil.copytree(source, begun / source.name, copy_function=second_name, ignore=notes)
         else:  # lines may be added
@@ -344,7 +344,7 @@ def open_trained(plan: Plan, path: Path, trained: Run) -> Run:
 
 
 def _refuse_leftovers(path: Path) -> None:
-    """Refuses a folder of files that must not pass for a new run's.
+    """Refuses a folder whose files could be taken for files of a new run.
 
     Raises:
         ConfigError: There are files of a sweep, or of unknown origin.
@@ -374,7 +374,7 @@ def move_aside(path: Path) -> None:
 
 
 def _renew(run: Run, experiment: Experiment) -> None:
-    """Writes the settings that may change into run.json, where they have changed."""
+    """Writes the settings that may change into run.json, if they have changed."""
     recorded = run.info()["experiment"]
     new = experiment.model_dump(mode="json", include=CHANGEABLE)
     renewed = {name: recorded.get(name, {}) | table for name, table in new.items()}
@@ -405,15 +405,15 @@ def refuse_purged(run: Run) -> None:
 def refuse_programs_of_others(
     at: Path, attacks: Iterable[NamedAttack], workers: WorkersTable | None = None
 ) -> None:
-    """Refuses what an experiment that may be somebody else's would start, or let in.
+    """Refuses programs and a Ray cluster of an experiment that may be somebody else's.
 
     Args:
-        at: Where it is from.
+        at: Where the experiment is from.
         attacks: The attacks that it names.
-        workers: Where it makes them run.
+        workers: Where it makes attacks run.
 
     Raises:
-        ConfigError: One is a command that runs here, or a Ray cluster gets the updates: its
+        ConfigError: An attack is a command that runs here, or a Ray cluster gets the updates: its
             answers are pickles, which can run code, too.
     """
     outside = [named.attack for named in attacks if getattr(named.attack, "outside", False)]
@@ -430,7 +430,7 @@ def refuse_programs_of_others(
 
 
 def refuse_data_on_nodes(experiment: Experiment) -> None:
-    """Refuses to train here what is trained where the data is.
+    """Refuses to train an experiment here that nodes train, because they have the data.
 
     Raises:
         ConfigError: The experiment's data is on the nodes of a federation.
@@ -443,7 +443,7 @@ def refuse_data_on_nodes(experiment: Experiment) -> None:
 
 
 def refuse_other_data(run: Run, plan: Plan) -> None:
-    """Refuses to go on with a run whose data has become more or less.
+    """Refuses to go on with a run if the number of its examples has changed.
 
     Raises:
         ConfigError: There are more or fewer examples than when the run was made.
@@ -504,7 +504,7 @@ def _make_held_out(run: Run, plan: Plan) -> None:
 
 
 def git_commit() -> str | None:
-    """Returns the commit of this checkout, with a mark if files differ; None if it is none."""
+    """Returns the commit of this checkout, with a mark if files differ; None: no checkout."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Deletes what a private text can be read from, once a run is scored."""
+"""Deletes the files that a private text can be read from, once a run is scored."""
 
 import os
 import time
@@ -28,10 +28,10 @@ PRIVATE = {
     "damaged.jsonl": "damaged lines of these",
     "report.html": "a report that shows private texts",
 }
-"""By name in the run directory.
+"""What is deleted, by name in the run directory.
 
-All other files hold settings and figures, and beside these what attacks say of themselves, in
-`reason` and `diagnostics` of the rows.
+All other files hold settings and figures, and what attacks report about themselves in `reason` and
+`diagnostics` of the rows.
 """
 
 
@@ -53,7 +53,7 @@ class Purged:
 def purge(run: Run) -> Purged:
     """Deletes the private data of a run; its rows, ledger and summary stay.
 
-    One that was cut short is finished by the next. Whoever calls this holds the lock.
+    If a purge is cut short, the next one finishes it. The caller holds the lock.
 
     Raises:
         FedleakError: The run is not finished, or not all of it is scored; or the disk is so full
@@ -63,7 +63,7 @@ def purge(run: Run) -> Purged:
     if date is None:
         _score(run)
         date = time.strftime("%Y-%m-%d %H:%M:%S")
-    # Noted first: if this is cut short, what is left is not taken for a run. A full disk has room
+    # Noted first: if the purge is cut short, the rest is not taken for a run. A full disk has room
     # for the note once something is deleted.
     with suppress(FedleakError):
         run.update_info(purged=date, purge_complete=False)
@@ -124,7 +124,7 @@ def _delete(path: Path, left: list[str]) -> int:
 def _score(run: Run) -> None:
     """Scores a run a last time, and refuses to delete what scores still need.
 
-    Writes nothing where all of it is written: a full disk has to be purged, too.
+    Writes nothing if all scores are written already, so that a full disk can be purged, too.
     """
     info = run.info()
     if info["status"] != "finished":

@@ -88,9 +88,9 @@ def report_sweep(
 
     Args:
         path: The folder of the sweep.
-        out: The file of the sweep's report; None: in its folder. Those of cells are in theirs.
+        out: The sweep's report; None: in its folder. Reports of cells are in the cells' folders.
         redact: Leave private texts out.
-        tell: Is told each report that is written.
+        tell: Called with each report that is written.
 
     Returns:
         The file; which cells have no report, and what is missing in the others.

@@ -8,8 +8,8 @@
       frontier.svg  leakage, utility and epsilon along the strengths of each defense, if the sweep
                     has families of them (`fedleak.config.families`)
 
-The cells are ordinary runs, and what is left of a sweep is what they lack. Several may run at
-once, each in a process of its own.
+The cells are ordinary runs, and the work that is left of a sweep is what they lack. Several may run
+at once, each in a process of its own.
 """
 
 import copy
@@ -54,7 +54,7 @@ DESIGNS = ("all", "one-at-a-time")
 """Which cells there are: of all combinations, or of those that differ from the first in one key."""
 
 MOST_CELLS = 2_000
-"""Runs of a sweep: at half a minute each they take a day, and each is planned before the first."""
+"""Runs of a sweep: at half a minute each they take a day, and all are planned before one starts."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Cell:
         name: The name of its folder.
         values: Its value of each swept key, as in the file.
         experiment: The file's experiment with these values. It may have more attacks than the plan
-            of its run, which are then made once that is done.
+            of its run; these further attacks start once the plan is done.
     """
 
     name: str
@@ -78,8 +78,8 @@ class Sweep:
     """The swept keys with their values, and the cells; the last key changes first.
 
     Attributes:
-        name: Of its folder.
-        axes: By key its values, as in the file.
+        name: The name of its folder.
+        axes: The values of each key, as in the file.
         cells: A cell for each combination of values that the design has.
         units: The unit of the strengths of a family of defenses, by its name.
         shard: The shard that has these cells; None: these are all cells.
@@ -97,7 +97,7 @@ class Sweep:
         return run_folder(self.name)
 
     def lock(self) -> AbstractContextManager[None]:
-        """Holds the folder, so that one process at a time runs the sweep, or one each shard."""
+        """Holds the folder, so that one process at a time runs the sweep, or each shard."""
         return Run(self.path).lock() if self.shard is None else locked(Run(self.path), self.shard)
 
     def part(self, shard: Shard) -> "Sweep":
@@ -117,7 +117,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Sweep:
         overrides: `dotted.key=value`, for every cell.
 
     Raises:
-        ConfigError: Anything about the file that is not right, with the cell that it is in.
+        ConfigError: Something about the file is not right; the message names the cell.
     """
     table = loading.read_tables(path, overrides)
     if "sweep" not in table or path.suffix == loading.RUN_JSON:
@@ -219,8 +219,8 @@ def carry_out(
         sweep: The sweep.
         plans: By the name of the cell.
         train: The engine.
-        watch: Called with a cell's name; what it yields is told how far that run is.
-        keep: Writes what there is of the results; called after each cell with the failures so far.
+        watch: Called with a cell's name; yields a function that is called with the run's progress.
+        keep: Writes the results so far; called after each cell with the failures so far.
         retry: Try failed attacks again.
 
     Returns:
@@ -290,8 +290,8 @@ def carry_out_at_once(
         plans: By the name of the cell.
         train: The engine; it is pickled, so it has to be importable.
         jobs: How many at once; they divide the devices for the attacks among themselves.
-        tell: Is told the name of a cell and that it has started, finished or failed.
-        keep: Writes what there is of the results; called after each cell with the failures so far.
+        tell: Called with the name of a cell and that it has started, finished or failed.
+        keep: Writes the results so far; called after each cell with the failures so far.
 
     Returns:
         Why cells failed, by name. The others are done nevertheless.
@@ -396,7 +396,7 @@ def _alike(sweep: Sweep, cell: Cell, plan: Plan) -> list[Run]:
 
 
 def _opened(plan: Plan, path: Path, alike: Sequence[Run]) -> Run:
-    """Opens the run of a cell; a new one has what a finished run trained that trains alike."""
+    """Opens the run of a cell; a new one is made from a finished run that trains alike."""
     for other in alike if not path.exists() else ():
         if (
             other.exists()
@@ -423,7 +423,7 @@ def _carry_out_alone(
 
 
 def failure(cell: str, error: Exception) -> str:
-    """Returns why a cell failed; where that is not the user's to mend, the log has the rest."""
+    """Returns why a cell failed; if it is no `FedleakError`, the log has the traceback."""
     if isinstance(error, FedleakError):
         return str(error)
     _log.error("cell %s failed", cell, exc_info=error)
@@ -456,7 +456,7 @@ def _filled(
 
 
 def _apply_(tables: dict[str, Any], setting: Setting) -> None:
-    """Sets what a family sets, and leaves out the attacks that it is without."""
+    """Sets what a setting of a family changes, and leaves out the attacks that it excludes."""
     for key, value in setting.changes.items():
         loading.set_(tables, key, copy.deepcopy(value), f"sweep.{FAMILY}")
     if not setting.without:
@@ -473,7 +473,7 @@ def _apply_(tables: dict[str, Any], setting: Setting) -> None:
 
 
 def _word(value: Any) -> str:
-    """Returns a value as a part of a folder name: itself, or what is safe of it and a hash."""
+    """Returns a value as a part of a folder name: itself, or its safe characters and a hash."""
     if value == []:
         return "none"
     text = in_words(value)

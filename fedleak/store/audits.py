@@ -20,8 +20,8 @@ class Timings(Record):
         training: Training, without the updates of clients and without utility.
         update: One client's update: training, defenses, the wire and the capture.
         utility: The score of the model on the held-out texts.
-        attacks, copies: By name of the attack, one update, or one undefended copy of one.
-        late: Attacks whose time was up, on updates: they take all that they get.
+        attacks, copies: Each attack, by its name, on one update, and on one undefended copy.
+        late: Attacks whose time was up on an update: they take all the time that they get.
         late_copies: The same on copies.
     """
 
@@ -114,13 +114,13 @@ class Tried(Record):
 
     Attributes:
         name: What it is, with its strength.
-        free: It leaves the numbers that are sent as they are.
+        free: Whether it leaves the numbers that are sent as they are.
         trial: How it ended.
         why: The first limit or check that does not hold, or why it was not tried.
         exact: The share of texts read word for word; None: no attack says, or the try ended early.
         utility: Of the trained model; None: not measured.
-        lost: How much less useful the model is, and 0 where chance makes as much.
-        epsilon: That holds for every client.
+        lost: How much less useful the model is; 0 if chance explains the loss.
+        epsilon: The epsilon that holds for every client.
     """
 
     name: str
@@ -137,13 +137,13 @@ class Advice(Record):
     """Which defenses `fedleak audit --defend` tried on the setting of a run.
 
     Attributes:
-        limits: That had to hold, in words.
-        seconds: That an attack got for an update.
+        limits: The limits that had to hold, in words.
+        seconds: The time that an attack got for an update.
         measure: The figure that stands for utility; None: none was measured.
         utility: Of the run itself.
         trained: Whether training made the model of the run more useful, beyond chance.
-        held_out: Texts that it is measured on.
-        rounds: After which it is measured.
+        held_out: Texts that utility is measured on.
+        rounds: The number of rounds after which utility is measured.
         tried: In the order of cost before utility is known.
     """
 
@@ -158,12 +158,12 @@ class Advice(Record):
 
     @property
     def cheapest(self) -> Tried | None:
-        """The defense within the limits that loses the least utility; of equals the first."""
+        """The defense within the limits that loses the least utility; the first of equal ones."""
         return _cheapest(row for row in self.tried if row.trial is Trial.WITHIN)
 
     @property
     def promising(self) -> Tried | None:
-        """The same of those that exceed no limit, and of which too little was measured to tell."""
+        """The same among defenses that exceed no limit, if too little was measured to tell."""
         return _cheapest(
             row for row in self.tried if row.trial is Trial.UNTOLD and row.exact is not None
         )
@@ -177,16 +177,16 @@ class Audit(Record):
     """An audit.
 
     Attributes:
-        source: A mark of what was asked for.
-        minutes: That it was to take at most.
+        source: A mark of the experiment that is audited.
+        minutes: The most minutes that it was to take.
         attack: The attacks, as in an experiment file.
         timings: What the plan was made from.
         parts: What was planned.
         left_out: What is not part of it, and why.
         interrupted: Whether it was stopped and begun again, so that nobody knows how long it took.
-        seconds: That it took; None: it is not finished.
+        seconds: How long it took; None: it is not finished.
         cut: Whether its time was up before all of it was done.
-        checks: Of the gate; none where the experiment has no limits.
+        checks: The checks of the gate; none if the experiment has no limits.
         page: What it found; None: it is not finished.
         advice: Which defenses were tried; None: none.
     """
@@ -211,7 +211,7 @@ class Audit(Record):
 
 
 class Rehearsal(Record):
-    """A rehearsal that no audit was made of yet.
+    """A rehearsal from which no audit was planned yet.
 
     Attributes:
         source: A mark of what is to be audited.

@@ -1,4 +1,4 @@
-"""What the server received: a file of tensors of each update, with what it knows of the update."""
+"""What the server received: a file of tensors for each update, with the server's knowledge."""
 
 import re
 import shutil
@@ -26,7 +26,7 @@ _LONGEST = 100
 """Characters of a name that are repeated in an error."""
 
 EVERYONE = -1
-"""The client of a capture that is the sum over all of its round."""
+"""The client number of a capture that is the sum of its round's updates."""
 
 
 class Key(NamedTuple):
@@ -48,7 +48,7 @@ def keys_in(folder: Path, suffix: str) -> list[Key]:
 
 @dataclass(frozen=True)
 class Capture:
-    """What the server received from one client, and what it knows of how that was made."""
+    """What the server received from one client, and what it knows of how the update was made."""
 
     key: Key
     update: ClientUpdate
@@ -56,7 +56,7 @@ class Capture:
 
 
 class About(Record):
-    """What stands beside the tensors of a capture."""
+    """The metadata beside the tensors of a capture."""
 
     fingerprint: str | None
     kind: UpdateKind
@@ -70,8 +70,8 @@ class Captures:
     """The captures of a run, or the updates that are held until they are summed.
 
     Attributes:
-        folder: Of the run.
-        name: Of the folder in there.
+        folder: The run's folder.
+        name: The name of the folder in it.
     """
 
     folder: Folder
@@ -94,9 +94,9 @@ class Captures:
         """Reads a capture.
 
         Args:
-            key: Which.
-            parameters: Of the model, with or without values: an update has no others. None: they
-                are not known here.
+            key: Which capture.
+            parameters: Those of the model, with or without values: an update has no others. None:
+                they are not known here.
 
         Raises:
             CaptureError: The file is damaged, of another experiment or of another model.
@@ -116,7 +116,7 @@ class Captures:
         return Capture(key, ClientUpdate(about.kind, update, about.num_examples), about.knowledge)
 
     def about(self, key: Key) -> About:
-        """Reads what stands beside the tensors of a capture, also of one that was deleted.
+        """Reads the metadata of a capture, also if its tensors were deleted.
 
         Raises:
             CaptureError: The file is damaged, or of another experiment.
@@ -153,9 +153,9 @@ class Captures:
         return len(self.stored() - self._noted())
 
     def close(self, key: Key, *, delete: bool) -> None:
-        """Notes that every attack has answered for a capture, and may delete its tensors.
+        """Notes that every attack has answered for a capture, and deletes its tensors if `delete`.
 
-        What stood beside them stays.
+        Their metadata stays.
 
         Raises:
             CaptureError: The file is damaged, or of another experiment.
@@ -177,7 +177,7 @@ class Captures:
         self.folder.delete(self._tensors(key))
 
     def forget(self, round: int) -> None:
-        """Deletes all captures of a round, and what stood beside them."""
+        """Deletes all captures of a round, and their metadata."""
         for key in self.all_keys():
             if key.round == round:
                 self.delete(key)

@@ -1,6 +1,6 @@
 """How files of a run are written and read: whole or not at all, and for their owner alone.
 
-A run may be somebody else's, so what is in its folder is opened only where it is a plain file.
+A run may be somebody else's, so only plain files in its folder are opened.
 Files are written under a temporary name, synced and renamed. A line counts once its newline is on
 disk. Lines that belong together are one write, in which all but the last end in a space: a torn
 line or group does not count, and the next write cuts it.
@@ -24,22 +24,22 @@ from fedleak.util.nested import mapped
 from fedleak.util.plain_files import content, opened, refuse_other
 
 _MORE = " \n"
-"""Ends a line that is followed by others of the same write; to JSON the space is nothing."""
+"""Ends a line if others of the same write follow; JSON ignores the space."""
 
 
 HALF_WRITTEN = ".part"
-"""Ends the hidden name of a file until all of it is there."""
+"""Ends the temporary, hidden name of a file until all of the file is written."""
 
 
 def inside(folder: Path, name: str) -> Path:
     """Returns where a file of a folder is.
 
     Args:
-        folder: Named by the user: it may be a link.
-        name: In the folder, or in one below it, which may not be a link.
+        folder: The folder that the user named: it may be a link.
+        name: A file in it, or in a folder below it, which may not be a link.
 
     Raises:
-        FedleakError: A folder in there is a link, or no folder.
+        FedleakError: A folder below it is a link, or no folder.
     """
     at = folder
     for part in Path(name).parts[:-1]:
@@ -48,7 +48,7 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def real_folder(path: Path) -> None:
-    """Refuses a link, or a file, where a folder is or will be.
+    """Refuses the path of a folder if a link or a file is there.
 
     Raises:
         FedleakError: There is one.
@@ -80,7 +80,7 @@ def publish(path: Path, content: bytes) -> None:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """Yields a temporary name that becomes the file's: whatever happens, all of it or nothing.
+    """Yields a temporary path that becomes the file at the end; after an error nothing changes.
 
     A link, a pipe or a device is not replaced. The folder is synced too, so that the new name
     survives a power cut.
@@ -102,7 +102,7 @@ def new_file(path: Path) -> Iterator[Path]:
 
 
 def second_name(source: Path | str, other: Path | str) -> None:
-    """Gives a file that is never written into a second name; where that cannot be, copies it."""
+    """Gives a second name to a file that nothing writes into; copies it if that is impossible."""
     try:
         os.link(source, other, follow_symlinks=False)
     except OSError:  # not every file system can
@@ -137,7 +137,7 @@ def tensor_file(path: Path, framework: str = "pt") -> Iterator[Any]:
     """
     handle = opened(path)
     try:
-        # The file that was opened and looked at, whatever has its name by now.
+        # The file that was opened and checked, even if another has its name by now.
         with safetensors.safe_open(f"/dev/fd/{handle}", framework=framework) as file:
             yield file
     finally:
@@ -151,13 +151,13 @@ def complete_lines(path: Path) -> list[bytes]:
     written = read_file(path)
     complete = _complete(written)
     lines, rest = written[:complete].split(b"\n")[:-1], written[complete:]
-    # What a killed process wrote last does not count, but it begins as a line does.
+    # A torn line of a killed process begins as lines do and does not count; any other rest does.
     return [*lines, rest] if rest and not rest.startswith(b"{") else lines
 
 
 @contextmanager
 def naming(path: Path, verb: str = "written") -> Iterator[None]:
-    """Names the file in the error of a disk that fails."""
+    """Names the file in the error if reading or writing fails."""
     try:
         yield
     except (OSError, safetensors.SafetensorError) as error:

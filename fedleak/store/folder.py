@@ -18,7 +18,7 @@ from fedleak.util.errors import CaptureError, ConfigError, FedleakError
 T = TypeVar("T")
 
 DAMAGE = (OSError, KeyError, ValueError, TypeError, RuntimeError, safetensors.SafetensorError)
-"""What reading a damaged file raises."""
+"""The errors that reading a damaged file can raise."""
 
 
 @contextmanager
@@ -87,14 +87,14 @@ class Folder:
         return cast(Info, seal.without(self.read_document(INFO)))
 
     def fingerprint(self) -> str | None:
-        """Returns the mark of what belongs to this run; None before it has a run.json."""
+        """Returns the fingerprint of this run's experiment; None before there is a run.json."""
         return self.info()["fingerprint"] if self.exists() else None
 
     def refuse_foreign(self, fingerprint: str | None) -> None:
-        """Refuses what carries another experiment's mark.
+        """Refuses the fingerprint of another experiment.
 
         Raises:
-            ValueError: It does.
+            ValueError: It is another one.
         """
         if fingerprint != (own := self.fingerprint()):
             raise ValueError(f"it is of another experiment, {fingerprint}; this one is {own}")
@@ -102,7 +102,7 @@ class Folder:
     # --- JSON -------------------------------------------------------------------------------
 
     def write(self, document: Document[T], value: T) -> None:
-        """Writes a JSON file at once."""
+        """Writes a whole JSON file."""
         files.replace(self.place(document.name), document.written(value))
 
     def read_document(self, document: Document[T]) -> T:
@@ -120,13 +120,13 @@ class Folder:
             raise FedleakError(f"{path} cannot be read ({reason}): {document.remedy}") from error
 
     def write_json(self, name: str, value: Any) -> None:
-        """Writes a JSON file at once; a table gets a seal."""
+        """Writes a whole JSON file; a table gets a seal."""
         if isinstance(value, Mapping):
             value = seal.sealed(self.sealed_place(name), value)
         self.write_unsealed(name, value)
 
     def write_unsealed(self, name: str, value: Any) -> None:
-        """Writes a JSON file at once."""
+        """Writes a whole JSON file, without a seal."""
         content = json.dumps(value, indent=1, allow_nan=False) + "\n"
         files.replace(self.place(name), content.encode())
 
@@ -146,7 +146,7 @@ class Folder:
     # --- tensors ----------------------------------------------------------------------------
 
     def write_tensors(self, name: str, tensors: Mapping[str, Tensor], **about: Any) -> None:
-        """Writes tensors, and beside them a table of what is about them and whose they are."""
+        """Writes tensors, and beside them a table: `about`, and the experiment's fingerprint."""
         table = {"fingerprint": self.fingerprint(), **about}
         with files.new_file(self.place(name)) as temporary:
             tensor_files.write(temporary, flat(tensors), table, self.sealed_place(name))
@@ -164,16 +164,16 @@ class Folder:
     # --- seals ------------------------------------------------------------------------------
 
     def sealed_place(self, name: str) -> str:
-        """Returns where a file belongs, for its seal: a held update has its capture's place."""
+        """Returns the place that a file's seal covers: a held update has its capture's place."""
         if name == "run.json":
             return name
         return f"{self.fingerprint()}/{name.replace('held/', 'captures/')}"
 
     def is_genuine(self, name: str) -> bool:
-        """Returns whether fedleak wrote a file on this machine, and it is as it was.
+        """Returns whether fedleak wrote a file on this machine and nobody changed it since.
 
         Args:
-            name: Of a JSON object or a file of tensors.
+            name: The name of a JSON object or a file of tensors.
         """
         try:
             path, place = self.file(name), self.sealed_place(name)
@@ -189,19 +189,19 @@ class Folder:
 
 
 def flat(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns tensors as they can be written; those that can be already are not copied."""
+    """Returns tensors in a form that can be written; copies only those that are not in it."""
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
 def stored_tensors(path: Path) -> tuple[dict[str, Tensor], str]:
-    """Reads the tensors of a file, and the table beside them, whatever it says."""
+    """Reads the tensors of a file, and the table beside them, unchecked."""
     with files.tensor_file(path) as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         return tensors, (file.metadata() or {})["fedleak"]
 
 
 def stored_table(path: Path) -> str:
-    """Reads the table beside the tensors of a file, whatever it says."""
+    """Reads the table beside the tensors of a file, unchecked."""
     with files.tensor_file(path) as file:
         table: str = (file.metadata() or {})["fedleak"]
         return table

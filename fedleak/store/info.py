@@ -22,14 +22,14 @@ RoundName = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,8}$")]
 
 
 class Sizes(TypedDict):
-    """Examples of the data: those of all clients, and those that nobody trains on."""
+    """How many examples all clients have together, and how many nobody trains on."""
 
     training: Count
     held_out: Count
 
 
 class Begun(TypedDict):
-    """What is there from the first moment."""
+    """The fields that run.json has from the first moment."""
 
     experiment: dict[str, Any]
     fingerprint: str
@@ -38,21 +38,21 @@ class Begun(TypedDict):
 
 
 class Info(Begun, total=False):
-    """All of it, and maybe fields of another version.
+    """All fields of run.json, and maybe fields of another version.
 
     Attributes:
         begun, user, machine: When, by whom and where the run was made.
-        classes: Names of the classes, which nodes with data of their own are told.
-        node_examples: How many examples each client has; of data on nodes, by the word of its node.
-        dropped_out: By round, the clients that were asked and whose updates are not in its sum.
-        refused: By round, those among them that refused it.
+        classes: Names of the classes, which nodes with data of their own receive.
+        node_examples: How many examples each client has; if data is on nodes, as its node reports.
+        dropped_out: By round, the clients that were asked and whose updates are not in the sum.
+        refused: By round, those among them that refused the round.
         skipped: Rounds with too few updates to sum: the model stayed as it was.
-        clipping_norms: By round, to what norm clients were clipped, where it follows from others.
+        clipping_norms: By round, the norm that clients were clipped to, if it follows from others.
         failure: Why the run failed.
-        tapped, nodes: The folder of a tap, and its node of each client.
+        tapped, nodes: The folder of a tap, and the tap's node of each client.
         left_out: Messages of the tap that are not in the run.
         purged: When the private data was deleted.
-        purge_complete: Whether nothing was left then.
+        purge_complete: Whether no private data was left then.
         figures: The mark of the rows that a purge has left.
     """
 

@@ -1,7 +1,7 @@
 """Typed values in JSON: `Lines` are a JSONL file with one value a line, a `Document` is one value.
 
-Every value is checked when it is read back, so that a damaged file is not a wrong score. A check
-says what is wrong and where, and not what stands there, which may be private.
+Every value is checked when it is read back, so that a damaged file cannot cause a wrong score. The
+error says what is wrong and where, but does not quote the value, which may be private.
 """
 
 import json
@@ -16,7 +16,7 @@ from fedleak.store.files import parse_json
 from fedleak.store.seal import sealed, without
 
 SCHEMA_VERSION = 2
-"""Of run.json and the files beside it: 2 has the experiment's fingerprint."""
+"""The version of run.json and the files beside it: 2 has the experiment's fingerprint."""
 
 
 class Record(BaseModel):
@@ -45,10 +45,10 @@ class Lines(Generic[T]):
     """A JSONL file of a run.
 
     Attributes:
-        name: Of the file.
+        name: The name of the file.
         value_type: What a line holds.
         mark: Fields that every line has beside the value. Lines with another mark are refused.
-        check: Raises ValueError of a value that cannot belong here.
+        check: Raises ValueError for a value that cannot belong here.
         sealed: Whether each line carries a seal.
     """
 
@@ -94,9 +94,9 @@ class Document(Generic[T]):
     """A JSON file of one value, with the version of its fields.
 
     Attributes:
-        name: Of the file.
+        name: The name of the file.
         value_type: What it holds.
-        remedy: What to do where it cannot be read.
+        remedy: What to do if it cannot be read.
     """
 
     name: str
@@ -128,7 +128,7 @@ def validated(expected_type: type[T], content: bytes) -> T:
     """Reads a value from JSON.
 
     Raises:
-        ValueError: It does not have the shape; the message has nothing of the content.
+        ValueError: It is not of the type; the message quotes nothing of the content.
     """
     try:
         value: T = _adapter(expected_type).validate_json(content, strict=True)  # type: ignore[arg-type]
@@ -142,5 +142,5 @@ def validated(expected_type: type[T], content: bytes) -> T:
 
 @cache
 def _adapter(expected_type: Any) -> TypeAdapter[Any]:
-    """Returns what checks values of a type: to make it takes a hundredth of a second."""
+    """Returns the adapter that checks values of a type; making it takes a hundredth of a second."""
     return TypeAdapter(expected_type)

@@ -1,6 +1,6 @@
 """What a client keeps between rounds, and shows others, to notice what the server does.
 
-FOLDER/client.json            the contract, hashes, and how long its updates were
+FOLDER/client.json            the contract, hashes, and the largest norm so far
 FOLDER/broadcast.safetensors  the last model without an alarm, with its round
 BOARD/r3-CLIENT               the hash of what a client was sent in round 3
 """
@@ -23,9 +23,9 @@ class Remembered(Record):
 
     Attributes:
         settings, shapes: The contract: what the server asked for, and sent, when the client joined.
-        hashes: Of the last model that it was sent, by its round.
-        longest: The L2 norm of the longest gradient of its examples, or of its updates; None: there
-            is none yet.
+        hashes: The hash of the last model that it was sent, by its round.
+        longest: The largest L2 norm of its examples' gradients, or of its updates; None: there is
+            none yet.
     """
 
     settings: dict[str, JsonValue]
@@ -45,7 +45,7 @@ class Memory:
     folder: Path
 
     def remembered(self) -> Remembered | None:
-        """Returns what it knows; None: it has just joined.
+        """Returns what the client knows; None: it has just joined.
 
         Raises:
             FedleakError: The file is damaged.
@@ -59,7 +59,7 @@ class Memory:
             raise FedleakError(f"{path} cannot be read ({error}): {_CLIENT.remedy}") from error
 
     def write(self, remembered: Remembered) -> None:
-        """Writes what it knows."""
+        """Writes what the client knows."""
         with naming(self.folder):
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         replace(self.folder / _CLIENT.name, _CLIENT.written(remembered))
@@ -87,7 +87,7 @@ class Board:
     """A folder in which clients show each other hashes; the server cannot write to it.
 
     Attributes:
-        folder: That all share.
+        folder: The folder that all clients share.
         client: The name of this client.
     """
 

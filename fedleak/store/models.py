@@ -1,4 +1,4 @@
-"""What belongs to each round of a run: its model, one that was sent, the optimiser's moments."""
+"""The tensors of each round: its model, the model sent in its place, the optimiser's moments."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ class Models:
     """A file of tensors for each round.
 
     Attributes:
-        folder: Of the run.
+        folder: The run's folder.
         prefix: What stands before the round in the names of files.
     """
 
@@ -36,7 +36,7 @@ class Models:
             return self.folder.read_tensors(name)
 
     def has(self, round: int) -> bool:
-        """Returns whether that is here."""
+        """Returns whether a round has a file."""
         return self.folder.has(self.name(round))
 
     def rounds(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""Names what fedleak did not write on this machine, or somebody changed since."""
+"""Names files and lines that fedleak did not write on this machine, or that were changed since."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,13 +10,13 @@ from fedleak.store.shards import begun
 
 FILES = ("run.json", "held_out.json", "reference.json")
 FOLDERS = ("captures", "candidates", "defended", "detected", "models", "vault")
-"""What figures rest on, beside answers, utilities and what published models say."""
+"""The files that figures depend on, beside answers, utilities and the scores of secrets."""
 
 
 def unsealed(run: Run) -> list[str]:
     """Returns the names of files and lines that carry no seal of this machine, or a wrong one.
 
-    What can be computed from these, such as scores and the summary, has no seal and is not named.
+    Files computed from these, such as scores and the summary, have no seal and are not named.
     """
     return [*_unsealed_files(run), *_unsealed_lines(run)]
 

@@ -1,4 +1,4 @@
-"""What a run's files hold: answers of attacks and what became of them, a value a line."""
+"""The values in a run's JSONL files, one a line: answers of attacks, scores and other results."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from fedleak.training.privacy import NONE, Use
 
 
 class _OfUpdate(Record):
-    """What is about one client's update in one round, or about the sum of a round's updates."""
+    """A record of one client's update in one round, or of the sum of a round's updates."""
 
     round: int
     client: int
@@ -26,7 +26,7 @@ class _OfUpdate(Record):
 
 
 class _OfAttack(_OfUpdate):
-    """What is about one attack on one update.
+    """A record of one attack on one update.
 
     Attributes:
         attack: The name of the attack.
@@ -41,7 +41,7 @@ class _OfAttack(_OfUpdate):
 
 
 def _summed_up(diagnostics: dict[str, Any]) -> dict[str, Any]:
-    """Refuses what reports cannot sum up."""
+    """Refuses diagnostics that reports cannot sum up."""
     if "budget" in diagnostics:
         budget = diagnostics["budget"]
         pair = budget if isinstance(budget, list) and len(budget) == 2 else [0, 0]
@@ -82,7 +82,7 @@ class Answer(Reconstructed, _OfAttack):
     """What an attack answered for one capture: a line of reconstructions.jsonl.
 
     Attributes:
-        settings: Its kind and hyper-parameters.
+        settings: The attack's kind and hyper-parameters.
         granted: Facts that the experiment grants.
         knows: Facts that the attacker had.
         seconds, device: The attack alone, its share of the call; None if it was not called.
@@ -108,7 +108,7 @@ class Fact(Record):
     """A fact that an attack read.
 
     Attributes:
-        claimed: What it says; "found" in the file.
+        claimed: What the attack says; "found" in the file.
         true: What is true; None if that cannot be told.
     """
 
@@ -119,7 +119,7 @@ class Fact(Record):
 
     @property
     def right(self) -> bool | None:
-        """Whether it is right; None: not compared, for nobody knows what is true."""
+        """Whether it is right; None: not compared, because the truth is not known."""
         return None if self.true is None else self.claimed == self.true
 
 
@@ -128,7 +128,7 @@ class TextScore(Record):
 
     Attributes:
         exact: Whether the whole text was read; None of an attack that names no sequences.
-        rougeL: Of the sequence that stands for it, content only, 0 to 100; 0 without one.
+        rougeL: Of the sequence that is paired with it, content only, 0 to 100; 0 without one.
         token_recall: The share of its distinct content tokens that the whole answer has.
         personal_data: The share of the personal data in it that was read; None: it has none.
     """
@@ -140,7 +140,7 @@ class TextScore(Record):
 
 
 class PersonalItem(Record):
-    """A piece of personal data in a private text, and whether it was read; not what it says.
+    """A piece of personal data in a private text, without its words, and whether it was read.
 
     It was read if all of its tokens stand side by side in one text that the attack named.
 
@@ -179,16 +179,16 @@ class LeakageRow(_OfAttack):
             in the batch, or, if it names sequences only, those of its sequences.
         control_rougeL, control_token_recall: The attack's answer for another client's update.
         guess_rougeL, guess_token_recall: Held-out texts, no update.
-        texts: The same for each private text of the batch, in its order; None without an answer.
+        texts: Scores of each private text of the batch, in its order; None without an answer.
         personal: The personal data in these texts, in their order, by the rules of the experiment.
         facts: Each other fact that the attack read, by name.
-        margin: The smallest of the sequences that the attack is certain of; None where it is of
-            none, or nothing was rejected in their place.
+        margin: The smallest margin of the sequences that the attack is certain of; None: it is
+            certain of none, or rejected nothing in their place.
         diagnostics: How the attack went, in its own words.
         seconds, device: The attack alone.
-        granted: Facts that the attacker was granted; None of a row of an older version.
-        knows: Facts that the attacker had: of the granted ones those that there are.
-        apart: Of a sum: no text of it is in another sum that was attacked.
+        granted: Facts that the attacker was granted; None in a row of an older version.
+        knows: Facts that the attacker had: the granted ones that exist for this update.
+        apart: For a sum: whether none of its texts is in another sum that was attacked.
     """
 
     status: RowStatus
@@ -222,10 +222,10 @@ class LeakageRow(_OfAttack):
 
     @property
     def unit(self) -> int:
-        """What stands for itself, beside others: a client, or a sum of texts of its own.
+        """The unit that intervals count once: a client, or a sum that shares no text with others.
 
-        All clients are in every sum, so nothing is said of other clients, but of other rounds.
-        Sums that share texts are one unit.
+        All clients are in every sum, so intervals over sums are for other rounds and not for other
+        clients. Sums that share texts are one unit.
         """
         return EVERYONE - self.round if self.apart else self.client
 
@@ -236,7 +236,7 @@ def text_counts(rows: Iterable[LeakageRow]) -> dict[Key, int]:
 
 
 Epsilon = float | Literal["none"]
-"""A number, or the word where nothing is guaranteed."""
+"""A number, or "none" if nothing is guaranteed."""
 
 
 class Guarantee(Record):
@@ -297,14 +297,14 @@ class CanaryRow(_OfUpdate):
     Attributes:
         inside: Whether it is in; for a canary that is the whole update, whether its sign is plus.
         slot: Which of the client's sets of canaries they are.
-        audited_copy: They are not in the update that was sent, but in an audited copy of it.
-        whole: The one canary is the whole update.
-        rate: Probability with which a local step takes one that is in; None: not sampled.
+        audited_copy: Whether they are not in the update that was sent, but in an audited copy.
+        whole: Whether the only canary is the whole update.
+        rate: Probability with which a local step takes a canary that is in; None: not sampled.
         steps, uses: Local steps in the update, and those in which a canary takes part.
-        drawn: Steps in which each of them did; none: an older version did not write it down.
-        alike: Whether the steps count alike in the update.
-        joined: Each is a client of its own, there or not, in an audited copy of the round's sum.
-        numbers: How many each canary is spread over: no score exceeds their square root.
+        drawn: In how many steps each took part; empty: an older version did not write it down.
+        alike: Whether all steps count alike in the update.
+        joined: Whether each is a client of its own, there or not, in an audited copy of the sum.
+        numbers: How many numbers each canary is spread over: no score exceeds the square root.
         noise_share: The share of noise in the update's squared norm, as far as the defenses say;
             None: they add none.
         scores: Of each canary: variance 1 and, for one that is out, mean 0.
@@ -333,11 +333,11 @@ class MembershipRow(_OfAttack):
     No text is in it.
 
     Attributes:
-        texts: The number of each text of the list: in a file of candidates its row, from 0; else
-            any, but the same in all rows of the attack.
-        inside: Whether it was in the batch.
-        pairs: For each text of the batch its place in the list, and the place of the text beside
-            it; none for a list from a file.
+        texts: The number of each text of the list: its row in a file of candidates, from 0; without
+            a file any number, which is the same in all rows of the attack.
+        inside: Whether each text was in the batch.
+        pairs: For each text of the batch its place in the list, and the place of the text that it
+            is paired with; none for a list from a file.
         scores: By the name of a statistic, one for each text of the list.
     """
 
@@ -371,10 +371,10 @@ class DetectorFinding(Record):
     """What one detector found in what a client was sent.
 
     Attributes:
-        place: Of the detector in the experiment file.
+        place: Place of the detector in the experiment file.
         detector: Its kind.
         action: What an alarm makes the client do.
-        statistic: None: it had nothing to look at, or what it found is no finite number.
+        statistic: Its figure; None: it had nothing to look at, or the figure is not finite.
         limit: It alarms above this; None: it has no limit.
         alarm: Whether it alarmed.
         sentence: What it found, in its own words.
@@ -410,15 +410,15 @@ class Utility(Measured):
 class PublishedRow(Record):
     """What a published model says of planted secrets: a line of secrets.jsonl.
 
-    Those that clients have come first, then their twins, whom nobody trains on. No text is in it.
+    Secrets that clients have come first, then twins, which nobody trains on. No text is in it.
 
     Attributes:
         round: After which it was published; 0: before training.
         clients: Who has each secret; -1: nobody.
-        counts: How many times it stands there; 0: it is a twin.
+        counts: How many times each stands in the client's data; 0: it is a twin.
         log_likelihoods: Of each secret after its beginning, in nats.
-        written: By the name of a decoding, whether the model wrote the secret word for word, of the
-            first so many: of all that clients have, and of as many twins, or of all.
+        written: For each decoding, whether the model wrote the first secrets word for word: all
+            that clients have, and as many twins, or all twins if there are fewer.
     """
 
     round: int
@@ -528,7 +528,7 @@ def answers(fingerprint: str | None, vocabulary: int | None = None) -> Lines[Ans
 
     Args:
         fingerprint: Of the experiment: answers of another are refused.
-        vocabulary: Token ids that the model has; None: not known here.
+        vocabulary: How many token ids the model has; None: not known here.
     """
     mark = {"fingerprint": fingerprint}
     return Lines("reconstructions.jsonl", Answer, mark, _with_ids_below(vocabulary), sealed=True)

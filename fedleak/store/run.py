@@ -2,37 +2,37 @@
 
     runs/<name>/
       run.json                         the resolved experiment, its fingerprint, versions, status
-      captures/r0001-c03.safetensors   what the server received, with what it knows as metadata
-      captures/r0001-c03.json          that metadata, once the capture is answered and may go
+      captures/r0001-c03.safetensors   what the server received, with its knowledge as metadata
+      captures/r0001-c03.json          the same metadata, once every attack has answered
       models/r0001.safetensors         the broadcast of a round; the last one is the trained model
       models/sent-r0001.safetensors    what a malicious server sent in its place, to its target
-      models/moments-r0002.safetensors what the server's Adam goes on from in that round
+      models/moments-r0002.safetensors the moments of the server's Adam before that round
       vault/r0001-c03.json             the private batch, written by the client
-      vault/r0001-c03.safetensors      what an audited copy of its update has of canaries
+      vault/r0001-c03.safetensors      how its audited copy differs at the canaries' numbers
       defended/r0001-c03.json          what the client's defenses did, in its own figures
       detected/r0001-c03.json          what the client's detectors found in what it was sent
-      published/r1-c3                  the hash of that, which clients show each other
+      published/r1-c3                  the hash of what it was sent, which clients show each other
       kept/c03/                        the contract of a client, and the last model it trusts
       reconstructions.jsonl            a line per attack and capture, as each finishes
       attempts.jsonl                   a line per try of an attack that crashed
       leakage.jsonl privacy.jsonl defenses.jsonl utility.jsonl summary.json held_out.json
       detections.jsonl                 what clients' detectors found
       candidates/                      texts of files that attacks on membership are asked about
-      membership.jsonl                 what these attacks say of each text of a list
+      membership.jsonl                 how these attacks score each text of a list
       secrets.jsonl                    what each published model says of planted secrets
       canaries.jsonl                   what the audit's canaries score in each update
       damaged.jsonl                    lines of the others that could not be read, and why
       shard-2of4/                      answers of one of several machines: `store.shards`
       log.txt flower.log
 
-Of a matrix of a capture the rows of zeros are left out where that takes less room (`zero_rows`).
+A capture stores a matrix without its rows of zeros if that takes less room (`zero_rows`).
 Only the owner can open the folder (0700) and any file in it (0600), from the moment it is made.
 Captures, models and answers carry the fingerprint of their experiment, and are not read in a run of
-another one. What figures rest on carries a seal, too (`seal`, `provenance`).
-Of rounds that are not attacked neither captures nor models stay, but for the first and last model.
-Under secure aggregation a capture is r0001-all: the round's sum. Until all have come, the updates
-are below `held`, which stands for the protocol and is read by no attack. Without secure aggregation
-an update is there while the server waits for those that are summed before it.
+another one. Files that figures depend on carry a seal, too (`seal`, `provenance`).
+Captures and models of rounds that are not attacked are deleted, except the first and last model.
+Under secure aggregation a capture is r0001-all: the round's sum. Until all updates have come, they
+are below `held`, which stands for the protocol and which no attack reads. Without secure
+aggregation an update is below `held` while the server waits for updates that are summed before it.
 
 Work that is left is what the directory lacks, so there is no queue that a crash could corrupt.
 """
@@ -94,7 +94,7 @@ class Run(Folder):
 
     @property
     def held(self) -> Captures:
-        """Updates that are out of the server's sight, until all of the round are combined."""
+        """Updates that the server does not see until all updates of the round are combined."""
         return Captures(self, "held")
 
     @property
@@ -108,12 +108,12 @@ class Run(Folder):
         return Models(self, "sent-r")
 
     def model_sent(self, round: int) -> Models:
-        """Returns where the model is that what is captured in a round was computed at."""
+        """Returns where the model is at which the captures of a round were computed."""
         return self.sent_models if self.sent_models.has(round) else self.models
 
     @property
     def moments(self) -> Models:
-        """What the server's optimiser goes on from in each round but the first."""
+        """The moments of the server's optimiser before each round but the first."""
         return Models(self, "moments-r")
 
     @property
@@ -151,9 +151,9 @@ class Run(Folder):
         write("run.json", {**self.info(), **values})
 
     def forget(self, round: int, *, model: bool = True) -> None:
-        """Deletes the captures of a round, and the model that it started from, but for the first.
+        """Deletes the captures of a round, and the model that it started from, except in round 1.
 
-        That is what a central reference starts from.
+        A central baseline starts from the model of round 1.
 
         Args:
             round: The round.
@@ -172,7 +172,7 @@ class Run(Folder):
     def lock(self) -> Iterator[None]:
         """Holds the directory: one process at a time may train, attack and score here.
 
-        What it does stands in the log.
+        The run's log keeps what this process logs.
 
         Raises:
             FedleakError: Another process has it.
@@ -182,7 +182,7 @@ class Run(Folder):
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Holds the directory together with others that share it; nobody has its `lock` meanwhile.
+        """Holds the directory together with other processes; none can have its `lock` meanwhile.
 
         Raises:
             FedleakError: Another process has the lock.
@@ -229,7 +229,7 @@ class Run(Folder):
         """Returns the values of a JSONL file; none if there is no file.
 
         Raises:
-            FedleakError: A line that cannot be read.
+            FedleakError: A line cannot be read.
         """
         rows, damaged = self._parsed(lines)
         if damaged:
@@ -250,7 +250,7 @@ class Run(Folder):
     def salvage(self, lines: Lines[T]) -> list[T]:
         """Returns the lines that can be read, as `rows` does, and moves others to damaged.jsonl.
 
-        Whoever calls it holds the lock.
+        The caller holds the lock.
         """
         rows, damaged = self._parsed(lines)
         if damaged:
@@ -271,7 +271,7 @@ class Run(Folder):
         files.replace(self.place(lines.name), content)
 
     def damaged(self) -> list[Damaged]:
-        """Returns the lines that were put aside; for one that is itself damaged, what is wrong."""
+        """Returns the lines that were put aside; for a damaged one among them, what is wrong."""
         rows, damaged = self._parsed(DAMAGED)
         return [row for row, _ in rows] + [
             Damaged(file=DAMAGED.name, line=number, reason=reason) for number, _, reason in damaged
@@ -296,7 +296,7 @@ class Run(Folder):
         files.replace(self.place(lines.name), text.encode())
 
     def changed_lines(self, lines: Lines[T]) -> list[int]:
-        """Returns the numbers of the lines that fedleak did not write here as they stand."""
+        """Returns the numbers of lines that fedleak did not write here, or that were changed."""
         place = self.sealed_place(Path(lines.name).name)
         return [
             number

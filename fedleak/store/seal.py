@@ -3,7 +3,7 @@
 A verdict is no better than the files that it rests on, and a run directory may come from anybody.
 A seal is an HMAC (RFC 2104) with SHA-256 over the content of a file and its place in the run. Its
 key lies outside every run, and only this user can read it. So a seal shows that somebody else
-changed, moved or made a file. It shows nothing of what this user did himself.
+changed, moved or made a file. It does not show what this user changed.
 
 Machines that share the work on a run share a key: `FEDLEAK_SEAL_KEY` names its file.
 """
@@ -43,7 +43,7 @@ def seal(place: str, parts: Iterable[Part]) -> str | None:
     """Returns the seal of a content; None if this machine has no key and cannot make one.
 
     Args:
-        place: Where the content belongs: in another place the same content has another seal.
+        place: Where the content belongs: the same content has another seal in another place.
         parts: The content.
 
     Raises:
@@ -95,7 +95,7 @@ def tensor_parts(tensors: Mapping[str, Tensor], metadata: str) -> Iterator[Part]
 
     Args:
         tensors: Contiguous, in main memory.
-        metadata: What stands beside them.
+        metadata: The text beside them.
     """
     import torch  # here, because the tap seals no tensors and works where there is no torch
 
@@ -108,7 +108,7 @@ def tensor_parts(tensors: Mapping[str, Tensor], metadata: str) -> Iterator[Part]
 
 @cache
 def _key(named: str) -> bytes | None:
-    """Returns the key in a file, or this user's own, which is made where there is none."""
+    """Returns the key in the named file, or this user's own, which is made if there is none."""
     if named:
         try:
             return _key_of_file(Path(named))
@@ -136,7 +136,7 @@ def _key_of_file(path: Path) -> bytes:
 
 
 def _make_key(path: Path) -> None:
-    """Makes a key where there is none; of several processes that do, one wins."""
+    """Makes a key if there is none; if several processes make one, the first wins."""
     if path.exists():
         return
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")

@@ -1,7 +1,7 @@
 """A share of a run's attacks, for a process that may be on another machine.
 
     runs/<name>/
-      shard-2of4/                 what the second of four shards writes, and nobody else meanwhile
+      shard-2of4/                 files that only the second of four shards writes
         shard.json                its attacks, and whether all of its answers are there
         reconstructions.jsonl     its answers, as in the run
         attempts.jsonl            its tries that crashed, as in the run
@@ -9,7 +9,7 @@
         .lock
 
 The run directory is the queue: shards share it, and each has a file of answers of its own, so that
-no two machines append to one file. Whoever reads answers reads those of the run and of all shards.
+no two machines append to one file. Readers read the answers of the run and of all shards.
 """
 
 import re
@@ -79,7 +79,7 @@ class Shard:
 
 
 class Share(Record):
-    """What a shard was last asked for: its shard.json.
+    """The work that a shard was last started with: its shard.json.
 
     Attributes:
         attacks: Names of the attacks.
@@ -91,16 +91,16 @@ class Share(Record):
 
 
 def share(shard: Shard) -> Document[Share]:
-    """Returns the file in which a shard says how far it is."""
+    """Returns the file that says whether a shard is complete."""
     remedy = f"`fedleak attack RUN --shard {shard}` makes it anew"
     return Document(f"{shard.folder}/shard.json", Share, remedy)
 
 
 @contextmanager
 def locked(run: Run, shard: Shard) -> Iterator[None]:
-    """Holds a shard: other shards go on meanwhile, and nothing else is done with the run.
+    """Holds a shard: meanwhile other shards go on, and nothing else can use the run.
 
-    What it does stands in its own log.
+    The shard's log keeps what this process logs.
 
     Raises:
         FedleakError: Another process has the shard, or all of the run.
@@ -127,7 +127,7 @@ def shares(run: Run) -> dict[Shard, Share | None]:
 
 
 def attacks_in(run: Run, shard: Shard) -> list[str]:
-    """Returns the names of the attacks that have an answer in a shard, whatever it was asked."""
+    """Returns the names of the attacks that have an answer in a shard, whatever shard.json says."""
     given = run.readable(shard.lines(answers(run.fingerprint())))
     return sorted({answer.attack for answer in given})
 
@@ -137,10 +137,10 @@ def read_answers(run: Run, vocabulary: int | None = None) -> list[Answer]:
 
     Args:
         run: The run directory.
-        vocabulary: Token ids that the model has; None: not known here.
+        vocabulary: How many token ids the model has; None: not known here.
 
     Raises:
-        FedleakError: A line that cannot be read.
+        FedleakError: A line cannot be read.
     """
     return _merged(run, run.rows, vocabulary)
 
@@ -148,7 +148,7 @@ def read_answers(run: Run, vocabulary: int | None = None) -> list[Answer]:
 def salvage_answers(run: Run, vocabulary: int | None = None) -> list[Answer]:
     """Returns what can be read, as `read_answers` does, and moves the rest to damaged.jsonl.
 
-    Whoever calls it holds the run's lock.
+    The caller holds the run's lock.
     """
     return _merged(run, run.salvage, vocabulary)
 
@@ -161,7 +161,7 @@ def readable_answers(run: Run) -> list[Answer]:
 def answers_for(run: Run, shard: Shard) -> list[Answer]:
     """Returns the answers that a shard need not give again, and changes nothing.
 
-    A line that cannot be read is no answer. A failure counts if the shard itself failed: another
+    A line that cannot be read is no answer. A failure counts only if it is the shard's own: another
     machine may do better.
     """
     own = run.readable(shard.lines(answers(run.fingerprint())))
@@ -183,7 +183,7 @@ def drop_failures(run: Run, shard: Shard | None = None) -> int:
 
     Args:
         run: The run directory.
-        shard: Forget its own only; None: those of the run and of all shards.
+        shard: Forget the failures of this shard only; None: those of the run and of all shards.
     """
     places = [run.inside(chosen.folder) for chosen in (begun(run) if shard is None else [shard])]
     places += [run] if shard is None else []

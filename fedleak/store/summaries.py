@@ -21,7 +21,7 @@ NEARLY = 90.0
 """The smallest ROUGE-L of a text that is called nearly read."""
 
 SURE = 0.05
-"""The largest corrected p of a difference that is called one."""
+"""The largest corrected p with which a difference counts as one."""
 
 
 class MeanOfClients(Record):
@@ -36,14 +36,14 @@ class Estimate(MeanOfClients):
     """A mean and its 95 % interval, in which each text, or update, counts once.
 
     Attributes:
-        of_clients: Each client counts once; None: a version that did not say so wrote this.
+        of_clients: Each client counts once; None: a version without this figure wrote the file.
     """
 
     of_clients: MeanOfClients | None = None
 
 
 class RankBudget(Record):
-    """The share of its rank budget that a batch used, over the rows that can tell."""
+    """The share of its rank budget that a batch used, over the rows that report it."""
 
     mean: float
     max: float
@@ -51,11 +51,11 @@ class RankBudget(Record):
 
 
 class KindRead(Record):
-    """How many pieces of personal data of a kind there are, in texts that an attack named.
+    """How many pieces of personal data of a kind are in texts for which an attack named a text.
 
     Attributes:
-        items: That there are.
-        read: Of them, those that were read.
+        items: All of them.
+        read: Those that were read.
         control: Those that stand in an answer for another client's update.
     """
 
@@ -101,7 +101,7 @@ class AttackSummary(WithPersonalData):
 
     Attributes:
         rows: Its rows in leakage.jsonl.
-        status: How many rows ended how.
+        status: How many rows have each status.
         verified: Rows that a certificate proves.
         knows: Facts that the attacker had in any row.
         sequences, clients: Private texts of the rows with a ROUGE score, and their clients.
@@ -109,11 +109,11 @@ class AttackSummary(WithPersonalData):
         rouge1, rouge2, rougeL: From 0 to 100.
         control_rougeL, control_token_recall: The attack's answer for another client's update.
         guess_rougeL, guess_token_recall: Held-out texts, no update.
-        facts: By name the share of rows in which it is right; None: not compared.
-        budget: Of rank.
-        candidates: How many were left after each check, by its name, the mean over rows.
+        facts: The share of rows in which each fact is right, by its name; None: not compared.
+        budget: The use of the rank budget.
+        candidates: How many candidates were left after each check, by its name; the mean over rows.
         margin: The smallest of all rows.
-        seconds, seconds_per_update: All rows together; the mean of those that say it.
+        seconds, seconds_per_update: All rows together; the mean of those that have a time.
         warning: Why the figures are examples and no rates; None if they are rates.
     """
 
@@ -156,15 +156,15 @@ class WorstCase(WithPersonalData):
     """What all attacks together read: of each text, what the best attack read of it.
 
     Attributes:
-        attacks: That gave an answer.
-        texts, clients: Private texts with a score, and their clients; of sums those that share no
+        attacks: Those that gave an answer.
+        texts, clients: Private texts with a score, and their clients; for sums those that share no
             text.
         unattacked: Private texts of which no attack named a sequence: they are in no `exact_match`.
-        nearly: Texts that no attack read exactly, and one with a ROUGE-L of at least `NEARLY`.
+        nearly: Texts that an attack read with a ROUGE-L of at least `NEARLY`, and none exactly.
         exact_match, token_recall: Shares, from 0 to 1; None: no attack says.
         rougeL: From 0 to 100.
         control_rougeL, control_token_recall: The best attack's answer for another client's update.
-        first: By attack the texts that it read exactly, and no other attack before it.
+        first: How many texts each attack read exactly that no attack before it read exactly.
         warning: Why the figures are examples and no rates; None if they are rates.
     """
 
@@ -183,7 +183,7 @@ class WorstCase(WithPersonalData):
 
 
 class Direction(StrEnum):
-    """What a difference says about the second of the two that are compared."""
+    """What a difference says about the second of two sets of answers."""
 
     WORSE = "reads more"
     BETTER = "reads less"
@@ -194,8 +194,8 @@ class Difference(Record):
     """The difference of a figure between two sets of answers, over pairs of the same text.
 
     Attributes:
-        attack: The attack; None: the best of all attacks that both have, text by text; of a ladder
-            each attack once, with the most facts.
+        attack: The attack; None: text by text the best of all attacks that both have, where each
+            attack of a ladder counts once, with the most facts.
         figure: exact, rougeL, token_recall or personal_data; auc or auc_calibrated, of a text that
             was in: the share of the others of its client that score lower.
         texts, clients: Pairs, and their clients.
@@ -232,11 +232,11 @@ class Rung(Record):
 
     Attributes:
         granted: These facts.
-        attacks: By its name in the experiment, what the rows of each attack are called here. An
+        attacks: The name of each attack's rows on this rung, by its name in the experiment. An
             attack that uses none of the facts has the same rows on every rung.
         worst_case: Over these attacks; None: none has answered.
-        worth: How much more is read than with nothing told, on updates for which the facts are
-            there; of each attack that uses one of them, and of the best of all attacks.
+        worth: How much more is read than with nothing told, on updates for which the facts exist:
+            by each attack that uses one of them, and by the best of all attacks.
     """
 
     granted: tuple[str, ...]
@@ -276,11 +276,11 @@ class CanaryBound(Record):
         client: The client; -1: the least protected of all.
         unit: What a canary stands for: an "example", or all that a "client" has.
         canaries, updates: How many were scored.
-        in_copies: Some were not in the updates that were sent, but in audited copies.
+        in_copies: Whether some were not in the updates that were sent, but in audited copies.
         epsilon: What the ledger says after the same rounds.
-        gaussian: If the noise is Gaussian; None where canaries are sampled.
-        f_dp: If the mechanism's trade-off curve is that of a Gaussian mechanism.
-        epsilon_delta: Assumes nothing about the mechanism.
+        gaussian: The bound if the noise is Gaussian; None if canaries are sampled.
+        f_dp: The bound if the mechanism's trade-off curve is that of a Gaussian mechanism.
+        epsilon_delta: The bound that assumes nothing about the mechanism.
     """
 
     client: int
@@ -298,7 +298,7 @@ class CanarySummary(Record):
     """What canaries say of a run's privacy.
 
     Attributes:
-        confidence: With which each kind of bound holds in all rows at once.
+        confidence: The confidence with which each kind of bound holds in all rows at once.
         delta: Of every bound.
         bounds: All clients of a unit together first, then each alone.
         step: A lower bound on the epsilon of one step without sampling, if its noise is Gaussian;
@@ -323,9 +323,9 @@ class PublishedRound(Record):
     Attributes:
         round: 0: before training.
         figure: The mean over secrets, with its interval over clients.
-        control: The same of a model that learnt nothing: what chance says, or of twins.
+        control: The same for a model that learnt nothing: by chance, or of twins.
         p: How often chance ranks secrets that high among their twins, corrected for all rounds,
-            counts and scores; None where nothing is ranked, or nobody trained yet.
+            counts and scores; None: nothing is ranked, or nobody trained yet.
     """
 
     round: int
@@ -384,8 +384,8 @@ class MembershipFigures(Record):
     """How well one score tells which texts were in the updates of a run.
 
     Attributes:
-        attack, score: Whose, and the name of the score.
-        updates, clients: That were asked about; no clients where updates are sums.
+        attack, score: The attack, and the name of its score.
+        updates, clients: Those that the attack was asked about; no clients if updates are sums.
         members, controls: Texts that were in, and texts that were not, over all rounds; a text
             counts once for each client whose updates it is looked for in.
         auc: The area under the ROC curve over all rounds, with the interval over clients, or over
@@ -394,13 +394,12 @@ class MembershipFigures(Record):
         roc: Points of the curve over all rounds.
         found_at_1_percent, found_at_01_percent: The share of the members above all but 1 %, or
             0.1 %, of the controls; None: there are fewer than 100, or 1,000, controls.
-        pairs: Of a member and a control, no text in two of them.
+        pairs: Pairs of a member and a control; no text is in two pairs.
         no_bound: Why there is neither p nor epsilon; None: there are both.
         assumes: What p and epsilon take for granted beyond the coins; None: nothing.
         p: Of a sign test over these pairs, corrected for the number of attacks and scores; small:
             chance would rarely tell them apart so well, or so wrongly.
-        epsilon: Lower bound for replacing a text by another; 0: this many pairs show
-            nothing.
+        epsilon: Lower bound for replacing a text by another; 0: this many pairs show nothing.
     """
 
     attack: str
@@ -425,7 +424,7 @@ class MembershipSummary(Record):
     """What attacks on membership say of a run.
 
     Attributes:
-        confidence: With which the bounds of all attacks and scores hold at once.
+        confidence: The confidence with which the bounds of all attacks and scores hold at once.
         delta: Of every bound.
         figures: By attack and score; of each attack the score that it names first comes first.
     """
@@ -507,10 +506,10 @@ class Detections(Record):
 
 
 class CopiesRead(Record):
-    """What was read of undefended copies: of each text the best, and 0 where there is no answer.
+    """What was read of undefended copies: the best score of each text, and 0 without an answer.
 
     Attributes:
-        read: Copies of which a text was read word for word.
+        read: Copies from which a text was read word for word.
         exact, token_recall: Means over all texts, from 0 to 1.
         rougeL: From 0 to 100.
         personal_data: The share of the personal data in a text, the mean over texts that have any;
@@ -528,8 +527,8 @@ class PositiveControl(Record):
     """What the attacks of a run read of undefended copies of some of its batches.
 
     Attributes:
-        copies, texts: That were attacked.
-        together: All attacks: of each text the best.
+        copies, texts: How many were attacked.
+        together: All attacks together: the best score of each text.
         attacks: Each by itself, by name.
     """
 
@@ -568,10 +567,10 @@ class RunSummary(Record):
         server: What a malicious server did; None: it followed the protocol.
         fedleak: The version that made the run.
         model_fingerprint: Of the weights that training started from.
-        captures: That are here.
-        attacks: By name.
-        worst_case: Over all attacks, with a ladder those of its top; None where an older version
-            scored the run.
+        captures: How many are here.
+        attacks: The figures of each attack, by name.
+        worst_case: Over all attacks, with a ladder those of its top; None: an older version scored
+            the run.
         ladder: What each fact is worth; None: that was not asked for.
         defenses: What is in the way of attacks.
         defended: What each defense did: each figure is the mean over all updates that have it.
@@ -582,10 +581,10 @@ class RunSummary(Record):
         positive_control: What attacks read of undefended copies; None: there are none.
         detections: What clients noticed of the server; None: no client looked.
         utility_before, utility: Of the model before training, and now, if measured.
-        held_out: Texts that it is measured on.
+        held_out: Texts that utility is measured on.
         utility_reference: Of the central baseline, if it was asked for.
         missing: What makes the results incomplete, and the command that mends it.
-        awaited: The part of it that nodes keep by design, until their owners hand it over.
+        awaited: The part of `missing` that nodes keep by design, until their owners hand it over.
         looked_for: What counts as personal data.
         notes: What else should be known.
         unscored: Answers that should have a score and have none.
@@ -654,9 +653,9 @@ class SweepSummary(Record):
 
     Attributes:
         name: Of its folder.
-        axes: By key its values; those of `family` are tables with a `kind` and a `strength`.
-        cells: Of every combination, or of some.
-        units: By family, what its strengths count.
+        axes: The values of each key; those of `family` are tables with a `kind` and a `strength`.
+        cells: A cell for every combination, or for some.
+        units: What the strengths of each family count.
     """
 
     name: str

@@ -1,6 +1,6 @@
 """Writes a file of tensors, in the format of safetensors, from where the tensors are in memory.
 
-The seal is made of the numbers while they are written, so that they are read once. For a model of
+The seal is computed while the numbers are written, so that they are read once. For a model of
 BERT's size `safetensors.torch.save_file` alone takes eight times the time of writing.
 """
 
@@ -35,9 +35,9 @@ def write(path: Path, tensors: Mapping[str, Tensor], table: Mapping[str, Any], p
     """Writes a file of tensors, with a table beside them that is sealed where there is a key.
 
     Args:
-        path: Is written over.
+        path: The file, which is overwritten.
         tensors: Contiguous, in main memory.
-        table: What is about them.
+        table: Metadata of the tensors.
         place: Where the file belongs, for its seal.
     """
     starts: dict[str, int] = {}
@@ -62,7 +62,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], table: Mapping[str, Any], p
 
         parts = written()
         mark = seal.seal(place, parts)
-        deque(parts, maxlen=0)  # without a key nobody has asked for them yet
+        deque(parts, maxlen=0)  # without a key, `seal` has not iterated over them
         file.seek(0)
         sealed = table if mark is None else {**table, seal.FIELD: mark}
         file.write(_header(tensors, starts, sealed, room))
@@ -74,7 +74,7 @@ def _header(
     table: Mapping[str, Any],
     room: int = 0,
 ) -> bytes:
-    """Returns what stands before the numbers: the length of a JSON text, and this text.
+    """Returns the header of the file: the length of a JSON text, and this text.
 
     Spaces fill it up to `room` bytes, and to a multiple of 8.
     """

@@ -17,8 +17,8 @@ class Notes:
     """A JSON file of each update.
 
     Attributes:
-        folder: Of the run.
-        name: Of the folder in there.
+        folder: The run's folder.
+        name: The name of the folder in it.
     """
 
     folder: Folder
@@ -56,7 +56,7 @@ class Vault(Notes):
         self.folder.write_tensors(self._differences(key), {"differences": differences_SK})
 
     def has_differences(self, key: Key) -> bool:
-        """Returns whether that is here."""
+        """Returns whether the differences of an audited copy are here."""
         return self.folder.has(self._differences(key))
 
     def read_differences(self, key: Key) -> Tensor:

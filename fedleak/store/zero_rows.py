@@ -1,4 +1,4 @@
-"""Stores a matrix without its rows of zeros, and gives it back to the bit.
+"""Stores a matrix without its rows of zeros, and restores it bit for bit.
 
 A token that is in no text of a batch has a row of zeros in the gradient of the word embedding, and
 so most rows of the largest matrix are zero.
@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 _INDICES = ":rows"
-"""Ends the name of the indices of the rows that are stored; no parameter is called so."""
+"""Ends the name of the indices of the stored rows; no parameter has such a name."""
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def without_zero_rows(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Returns tensors to store, and the full height of each matrix that lacks rows in them.
+    """Returns tensors to store, and the full height of each matrix that is stored without rows.
 
-    A row is left out where all its bits are zero, so minus zero stays, and only where that takes
-    less room.
+    A row is left out if all its bits are zero, so minus zero stays. Rows are left out only if the
+    matrix takes less room without them.
     """
     stored: dict[str, Tensor] = {}
     heights: dict[str, int] = {}
@@ -54,7 +54,7 @@ def with_zero_rows(stored: Mapping[str, Tensor], heights: Mapping[str, int]) -> 
 
     Raises:
         ValueError: The indices do not fit.
-        KeyError: There are none.
+        KeyError: There are no indices.
     """
     indices = {name + _INDICES for name in heights}
     tensors = {name: tensor for name, tensor in stored.items() if name not in indices}
@@ -75,7 +75,7 @@ def _rows_that_count(tensor: Tensor) -> Tensor | None:
     bits = tensor.view(_BITS[tensor.element_size()])
     room = tensor.shape[1] * tensor.element_size()
     most = (len(tensor) * room - 1) // (room + torch.int32.itemsize)
-    # One column shows of most matrices that no row is to be left out.
+    # For most matrices, one column shows that no row can be left out.
     if int(bits[:, 0].count_nonzero()) > most:
         return None
     rows = bits.any(1).nonzero()[:, 0]

@@ -1,4 +1,4 @@
-"""Opens the run of an audit, or goes on with one that was stopped."""
+"""Opens the run of an audit, or goes on with an audit that was stopped."""
 
 import os
 import shutil
@@ -43,7 +43,7 @@ from fedleak.util.nested import digest
 Report = Callable[[RunProgress], None]
 
 ENDING = "-audit"
-"""Of the name of an audit's run, so that `fedleak run` of the same file is another run."""
+"""Ends the name of an audit's run, so that `fedleak run` of the same file is another run."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,8 @@ def open_experiment(
         time: For all of it.
         train: The engine.
         on: Workers for the attacks.
-        report: Is told how far the rehearsal is.
-        tell: Is told what begins, in a line.
+        report: Called with the progress of the rehearsal.
+        tell: Called with a line about the step that begins.
         fresh: Move an earlier audit of this name out of the way.
 
     Raises:
@@ -131,7 +131,7 @@ def open_experiment(
     if timings is None:
         tell("rehearsing with one client, which tells how long the rest takes")
         timings = rehearse(whole, folder.path, train, Crew(on, report, time.is_up))
-        # What a refusal of the plan must not throw away.
+        # Written now, so that it is not lost if the plan is refused.
         folder.write(REHEARSAL, Rehearsal(source=source, timings=timings))
     timings = timings.model_copy(update={"rehearsal": now() - time.begun})
     decided = plan(whole, timings, time.minutes, len(on), share=time.share)
@@ -150,7 +150,7 @@ def open_experiment(
 
 
 def _rehearsed_before(folder: Run, source: str) -> Timings | None:
-    """Returns what a rehearsal of the same measured whose plan was refused; None: there is none."""
+    """Returns what a rehearsal of this experiment measured, if its plan was refused; else None."""
     if not folder.has(REHEARSAL.name):
         return None
     before = folder.read_document(REHEARSAL)
@@ -164,17 +164,17 @@ def open_run(
     report: Report,
     tell: Callable[[str], None],
 ) -> Opened:
-    """Plans the audit of a run that is trained, or of an imported one; or goes on with one.
+    """Plans the audit of a trained or imported run, or goes on with an audit that was stopped.
 
-    All of its updates are attacked, because figures of a part would not be the run's. How long one
-    takes is measured with the first of them.
+    All of the run's updates are attacked, because figures of a part would not be figures of the
+    run. The first update shows how long one takes.
 
     Args:
         run: The run directory.
         time: For all of it.
         on: Workers for the attacks.
-        report: Is told how far the first update is.
-        tell: Is told what begins, in a line.
+        report: Called with the progress of the first update.
+        tell: Called with a line about the step that begins.
 
     Raises:
         ConfigError: The run is not finished, or its updates do not fit into the time.
@@ -200,7 +200,7 @@ def open_run(
             f"{len(keys)} updates and {positive_control.COPIES} copies have {seconds:.0f} s each "
             f"in {time.minutes:g} minutes, which is too few: give --minutes {needed}"
         )
-    # What the run lists may have answered already, and keeps its time.
+    # Attacks that the run lists may have answered already; they keep their time.
     own = len(experiment.attack)
     attack = [*experiment.attack, *timed(whole.attack[own:], seconds)]
     whole = parse(whole.model_dump(mode="json") | {"attack": attack})
@@ -222,7 +222,7 @@ def open_run(
 def _first_update(
     run: Run, experiment: Experiment, on: Sequence[Worker], report: Report, begun: float
 ) -> tuple[tuple[AuditPart, ...], Timings]:
-    """Attacks one update and its copy, and returns how long all of them take, and what it took."""
+    """Attacks one update and its copy, and returns the parts of the audit and what it measured."""
     keys = positive_control.chosen(run, experiment) or captures_of(run, experiment)
     clients = [keys[0].client] if experiment.sees == "updates" else None
     first = with_threat(experiment, [keys[0].round], clients)
@@ -251,10 +251,10 @@ def _first_update(
 def _planned_before(run: Run, source: str, time: Time) -> Audit:
     """Returns the plan of an audit that was begun before, and notes that it was stopped.
 
-    A search for a defense has the minutes of its own command.
+    A search for a defense may have other minutes, those of its own command.
 
     Raises:
-        ConfigError: It is another audit, or none.
+        ConfigError: The run has another audit, or none.
     """
     audit = run.read_document(AUDIT) if (run.path / AUDIT.name).exists() else None
     searches = time.share < 1 and audit is not None and audit.seconds is not None

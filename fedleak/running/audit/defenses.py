@@ -30,7 +30,7 @@ def _family(name: str, strengths: Sequence[Any] | None = None, **changes: Any) -
 
 
 def free_families(experiment: Experiment, model: LanguageModel, smallest: int) -> list[FamilyTable]:
-    """Returns what adds nothing to an update and takes no more away than a part that is frozen.
+    """Returns families that add nothing to an update and remove no more than a frozen part.
 
     Args:
         experiment: What is defended.
@@ -39,7 +39,7 @@ def free_families(experiment: Experiment, model: LanguageModel, smallest: int) -
     """
     table, size = experiment.federation, experiment.federation.batch_size
     epochs = table.local_epochs if table.algorithm == "fedavg" else 1
-    positions = filter(None, [model.family.position_embedding])  # rotations have none
+    positions = filter(None, [model.family.position_embedding])  # rotary positions have none
     larger = [*dict.fromkeys(min(times * size, smallest) for times in (4, 16))]
     local: dict[str, Any] = {"federation": {"algorithm": "fedavg", "local_epochs": "<strength>"}}
     if table.algorithm == "fedsgd" and table.server_optimiser == "adam":  # clients step by it now
@@ -72,12 +72,12 @@ COSTLY = [
     _family("random mask, share masked", [0.9, 0.99], defense=[
         {"kind": "mask", "fraction": families.STRENGTH},
     ]),
-    # Fixed batches are those of the run, which Poisson sampling would not draw.
+    # Fixed batches are the batches of the run; Poisson sampling would draw others.
     _family("DP-SGD, epsilon", [8.0, 1.0], defense=[
         {"kind": "dp_sgd", "epsilon": families.STRENGTH, "sampling": "fixed"},
     ]),
 ]  # fmt: skip
-"""What makes updates worse: by its kind dearer than all that is free."""
+"""Families that make updates worse: they count as dearer than all free families."""
 
 
 def _frozen(*parameters: str) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class Candidate:
 
 
 def candidates(experiment: Experiment, model: LanguageModel, smallest: int) -> list[Candidate]:
-    """Returns the defenses to try, the cheaper ones first; the arguments are `free_families`'."""
+    """Returns the defenses to try, the cheaper ones first, with arguments as `free_families`."""
     free = families.settings(free_families(experiment, model, smallest))
     costly = families.settings(COSTLY)
     return [*(Candidate(s, free=True) for s in free), *(Candidate(s, free=False) for s in costly)]
@@ -115,8 +115,8 @@ def refuse_without_limits(experiment: Experiment) -> Mapping[str, float]:
     """Returns the limits on what is read, and refuses an experiment that no defense can help.
 
     Raises:
-        ConfigError: It has no such limits, its clients are not here, or they are so few that not
-            even reading nothing keeps within a limit.
+        ConfigError: It has no such limits, its clients are not here, or they are so few that a
+            limit is exceeded even if nothing is read.
     """
     preparation.refuse_data_on_nodes(experiment)
     if experiment.tapped is not None:
@@ -144,10 +144,10 @@ def refuse_without_limits(experiment: Experiment) -> Mapping[str, float]:
 
 
 def fewest_units(limits: Mapping[str, float]) -> int | None:
-    """Returns of how many clients, or sums, nothing may be read for limits to hold; None: of none.
+    """Returns the fewest clients, or sums, with which limits hold if nothing is read; None: never.
 
     Args:
-        limits: On what is read, by their names.
+        limits: Limits on what is read, by their names.
     """
     share = min(_share(name, limit) for name, limit in limits.items())
     if share <= 0:
@@ -180,12 +180,12 @@ def defended(
         needed: Clients, or sums, that the gate needs.
 
     Raises:
-        ConfigError: They do not go together, no attack is left, or there are too few texts for the
-            sums.
+        ConfigError: The experiment and the defense do not go together, no attack is left, or there
+            are too few texts for the sums.
     """
     table = experiment.model_dump(mode="json") | {"preset": None}
     table["model"] = {key: value for key, value in table["model"].items() if value is not None}
-    table["threat"]["clients"] = None  # whom the audit attacked; here it is who is needed
+    table["threat"]["clients"] = None  # those of the audit; here as many are chosen as needed
     for key, value in setting.changes.items():
         added = [*table["defense"], *value] if key == "defense" else value
         loading.set_(table, key, added, "audit --defend")
@@ -193,7 +193,7 @@ def defended(
     limited = any(getattr(gate, name) is not None for name in MEMBERSHIP)
     limited |= "membership" in gate.require
     table["attack"] = [
-        {key: value for key, value in attack.items() if key != "seconds"}  # the search gives them
+        {key: value for key, value in attack.items() if key != "seconds"}  # the search sets it
         for attack in table["attack"]
         if limited or attack["kind"] != "membership"
     ]
@@ -223,9 +223,9 @@ def defended(
 
 
 def _few_updates(run: Run, experiment: Experiment, needed: int) -> Experiment:
-    """Returns an experiment of which enough clients are attacked, in as few rounds as that takes.
+    """Returns an experiment in which enough clients are attacked, in as few rounds as possible.
 
-    The last round first: the first gradients of adapters are not like the others.
+    The last round is tried first: the first gradients of adapters are not like the others.
     """
     first = experiment.unlike_clients
     for rounds in ([experiment.federation.rounds], experiment.threat.rounds, None):

@@ -16,14 +16,14 @@ from fedleak.store.summaries import SUMMARY
 
 
 def finish(opened: Opened, scored: Sequence[Scored]) -> tuple[Audit, Verdict]:
-    """Asks the gate, and writes report.html and audit.json.
+    """Checks the gate, and writes report.html and audit.json.
 
     Args:
         opened: The audit.
         scored: What it read.
 
     Returns:
-        What was planned and came of it, and the verdict of the page.
+        The audit with its results, and the verdict of the page.
 
     Raises:
         FedleakError: A file is damaged, or cannot be written.

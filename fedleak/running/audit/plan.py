@@ -1,6 +1,6 @@
-"""What of an audit fits into its time: which clients and rounds, and how long each attack may take.
+"""Plans what an audit does in its time: which clients and rounds, and how long each attack takes.
 
-Plain functions of what a rehearsal measured. What does not fit is named and not silently left out.
+Plain functions of what a rehearsal measured. The plan names all that does not fit.
 """
 
 import math
@@ -28,11 +28,11 @@ PLANNED, STOPPED = 0.9, 0.95
 audit is stopped, as scores and page take the rest."""
 
 GOOD_SECONDS, FEWEST_SECONDS, MOST_SECONDS = 60.0, 5.0, 300.0
-"""Of an attack on an update: it gets the first, or more where all clients have it; less, down to
-the second, where there would be no time for one client; and never more than the last."""
+"""The time of an attack on an update: the first, or more if all clients have it; less, down to the
+second, if the first leaves no time for one client; and never more than the last."""
 
 REPORT_SECONDS = 10.0
-"""Of the page and of the gate."""
+"""The time of the page and of the gate."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Time:
 
     Attributes:
         minutes: All of it.
-        share: Of the audit; what is left is for the search for a defense.
+        share: The share of the audit; the rest is for the search for a defense.
         begun: The moment at which it began.
     """
 
@@ -51,11 +51,11 @@ class Time:
 
     @property
     def ends(self) -> float:
-        """The moment at which attacks end, whatever is left, so that the page is there in time."""
+        """The moment at which attacks end, even if some are left, so that the page has time."""
         return self.begun + STOPPED * 60 * self.minutes - REPORT_SECONDS
 
     def is_up(self) -> bool:
-        """Whether that moment is over."""
+        """Whether that moment has passed."""
         return now() > self.ends
 
 
@@ -64,9 +64,9 @@ class Plan:
     """What an audit does.
 
     Attributes:
-        experiment: All of it.
+        experiment: What is run, with all attacks.
         parts: What takes time.
-        left_out: What is not part of it, in sentences.
+        left_out: Sentences on what the audit does not do.
     """
 
     experiment: Experiment
@@ -80,7 +80,7 @@ class Costs:
 
     Attributes:
         timings: What a rehearsal measured.
-        limits: By name the time that the file gives an attack for an update; None: it gives none.
+        limits: The time that the file gives each attack for an update, by name; None: no time.
     """
 
     timings: Timings
@@ -97,22 +97,22 @@ class Costs:
         return cls(timings, given)
 
     def of_updates(self, seconds: float) -> dict[str, float]:
-        """Returns by name what an update takes, if attacks without a time get so many seconds."""
+        """Returns what each attack takes for an update, if those without a time get `seconds`."""
         return self._each(self.timings.attacks, self.timings.late, seconds)
 
     def of_copies(self, seconds: float) -> dict[str, float]:
-        """Returns the same of an undefended copy."""
+        """Returns the same for an undefended copy."""
         return self._each(self.timings.copies, self.timings.late_copies, seconds)
 
     def all(self, updates: int, copies: int, seconds: float) -> float:
-        """Returns what so many updates and copies take, one after the other."""
+        """Returns what all attacks on so many updates and copies take, one after the other."""
         of_updates, of_copies = self.of_updates(seconds), self.of_copies(seconds)
         return updates * sum(of_updates.values()) + copies * sum(of_copies.values())
 
     def _each(
         self, took: Mapping[str, float], late: Container[str], seconds: float
     ) -> dict[str, float]:
-        """Whose time was up in the rehearsal takes all that it gets."""
+        """Returns seconds by attack; one whose time was up in the rehearsal takes all it gets."""
         return {
             name: float(self.limits.get(name) or seconds) if name in late else measured
             for name, measured in took.items()
@@ -126,15 +126,15 @@ def to_audit(
     trained: bool = False,
     batches: bool = True,
 ) -> tuple[Experiment, list[str]]:
-    """Returns an experiment with what every audit has, and a sentence for what cannot be.
+    """Returns an experiment with what every audit has, and a sentence for each part it cannot have.
 
-    That is the attacks `auto` and `membership`, and canaries where clients add noise.
+    Every audit has the attacks `auto` and `membership`, and canaries if clients add noise.
 
     Args:
         experiment: As its file says.
         model: With its parameters' names; no weights are needed.
-        trained: Clients take in canaries while they train, and that is over.
-        batches: What clients trained on is here: `membership` is asked about it.
+        trained: Whether training is over: clients take in canaries while they train.
+        batches: Whether the clients' batches are here: `membership` is asked about them.
     """
     left_out: list[str] = []
     kinds = {named.attack.kind for named in experiment.attacks}
@@ -173,14 +173,14 @@ def plan(
     *,
     share: float = 1.0,
 ) -> Plan:
-    """Returns what of an audit fits into its time.
+    """Returns the part of an audit that fits into its time.
 
     Args:
         experiment: What `to_audit` returned.
         timings: What the rehearsal measured.
-        minutes: For all of it, the rehearsal too.
+        minutes: For all of the audit, with its rehearsal, and for what follows it.
         workers: Attacks that run at once.
-        share: Of the minutes, that it may take; what follows the audit has the rest.
+        share: The share of the minutes for the audit; the rest is for what follows it.
 
     Raises:
         ConfigError: No update can be attacked in the time.
@@ -239,8 +239,8 @@ def attack_parts(
     """Yields a part for each attack, on updates and on undefended copies of some.
 
     Args:
-        of_updates, of_copies: By name the seconds of an attack on one.
-        counts: By name how many updates it is tried on.
+        of_updates, of_copies: The seconds of each attack, by name, on one.
+        counts: How many updates each attack is tried on, by name.
         copies: How many copies.
         workers: Attacks that run at once.
     """
@@ -264,8 +264,8 @@ def _not_attacked(
     Args:
         experiment: What is run.
         all_clients: The same with all clients in these rounds.
-        rounds: That were to be attacked.
-        seconds: That attacks get for an update.
+        rounds: The rounds that were to be attacked.
+        seconds: The time that attacks get for an update.
         needed: Minutes in which all clients can be attacked.
     """
     attacked, last = expected_captures(experiment), experiment.federation.rounds
@@ -295,7 +295,7 @@ def _not_attacked(
 
 
 def minutes_for(seconds: float) -> int:
-    """Returns the minutes of which so many seconds can be planned."""
+    """Returns how many minutes leave so many seconds to plan."""
     return math.ceil(seconds / 60 / PLANNED)
 
 
@@ -310,7 +310,7 @@ def training_seconds(experiment: Experiment, timings: Timings) -> float:
 def with_threat(
     experiment: Experiment, rounds: Sequence[int] | None, clients: Sequence[int] | None
 ) -> Experiment:
-    """Returns an experiment of which these rounds and clients are attacked; None: all."""
+    """Returns an experiment in which these rounds and clients are attacked; None: all."""
     table = experiment.model_dump(mode="json")
     table["threat"] |= {
         "rounds": None if rounds is None else sorted({*rounds}),
@@ -320,7 +320,7 @@ def with_threat(
 
 
 def with_time(experiment: Experiment, seconds: float) -> Experiment:
-    """Returns an experiment whose attacks have so much time, where its file gives them none."""
+    """Returns an experiment whose attacks have so much time, unless its file gives them one."""
     table = experiment.model_dump(mode="json")
     return parse(table | {"attack": timed(experiment.attack, seconds)})
 
@@ -346,7 +346,7 @@ def _fitted(experiment: Experiment, costs: Costs, room: float) -> tuple[Experime
     else:
         return None
     count = len(expected_captures(updates))
-    # What attacks take grows by as many seconds as there are tries whose time is up.
+    # One second more per attack costs one second for each try that uses all its time.
     grows = costs.all(count, copies, seconds + 1) - costs.all(count, copies, seconds)
     spare = room - costs.all(count, copies, seconds)
     if grows:
@@ -357,7 +357,7 @@ def _fitted(experiment: Experiment, costs: Costs, room: float) -> tuple[Experime
 def _chosen(experiment: Experiment, costs: Costs, room: float, seconds: float) -> Experiment | None:
     """Returns an experiment with as many clients as there is time for; None: not for one.
 
-    Of each group of clients with the same defenses one comes first.
+    One client of each group with the same defenses comes before all others.
     """
     keys, copies = expected_captures(experiment), _copies(experiment, costs.timings)
     if costs.all(len(keys), copies, seconds) <= room:

@@ -1,4 +1,4 @@
-"""How long an audit takes is measured: the experiment in small, with one client a round."""
+"""Measures how long an audit takes, with a small experiment of one client a round."""
 
 import itertools
 import shutil
@@ -24,10 +24,10 @@ from fedleak.util.errors import ConfigError
 from fedleak.util.lists import grouped
 
 ROUNDS = 3
-"""Of a rehearsal: the first one pays for what is loaded once, and the last one for the end."""
+"""Rounds of a rehearsal: the first pays for what is loaded once, and the last for the end."""
 
 SECONDS = 10.0
-"""That an attack gets for an update in a rehearsal."""
+"""The time that an attack gets for an update in a rehearsal."""
 
 
 def rehearse(experiment: Experiment, folder: Path, train: Engine, crew: Crew) -> Timings:
@@ -35,12 +35,12 @@ def rehearse(experiment: Experiment, folder: Path, train: Engine, crew: Crew) ->
 
     Args:
         experiment: What is to be audited, with its attacks.
-        folder: Where to, beside the run: it holds private texts.
+        folder: The folder to use, beside the run: it holds private texts.
         train: The engine.
-        crew: Attacks; it is enough when all of the audit's time is up.
+        crew: Attacks the update; stops when all of the audit's time is up.
 
     Raises:
-        ConfigError: It is up.
+        ConfigError: The time is up.
     """
     small, begin = in_small(experiment), now()
     shutil.rmtree(folder, ignore_errors=True)
@@ -69,10 +69,10 @@ def rehearse(experiment: Experiment, folder: Path, train: Engine, crew: Crew) ->
 
 
 def in_small(experiment: Experiment) -> Experiment:
-    """Returns an experiment with one client a round, of whose last update all attacks are tried.
+    """Returns an experiment with one client a round, in which all attacks try the last update.
 
-    A sum needs all of its clients. The last round and not the first: the first gradients of
-    adapters are not like the others.
+    A sum needs all of its clients. The last round is attacked and not the first, because the first
+    gradients of adapters are not like the others.
     """
     table = experiment.model_dump(mode="json")
     rounds = min(ROUNDS, experiment.federation.rounds)
@@ -90,12 +90,12 @@ def in_small(experiment: Experiment) -> Experiment:
 def timed(
     attacks: Sequence[Mapping[str, Any]], seconds: float, *, at_most: bool = False
 ) -> list[dict[str, Any]]:
-    """Returns attacks with so much time for an update, where the file does not give them any.
+    """Returns attacks with so much time for an update, unless the file gives them a time.
 
     Args:
         attacks: As in an experiment file.
-        seconds: For an update.
-        at_most: Also where the file gives more.
+        seconds: The time for an update.
+        at_most: Whether to cut a longer time of the file, too.
     """
     tables = []
     for number, table in enumerate(attacks):
@@ -118,7 +118,7 @@ def timings_of(
     Args:
         whole: Seconds of all of it.
         moments: When training began, when each client was asked, and when training ended.
-        answers, of_copies: Of the attacks, on an update and on its copy.
+        answers, of_copies: Answers of the attacks, on an update and on its copy.
         small: What was run.
     """
     begin, *asked_at, end = moments
@@ -138,7 +138,7 @@ def timings_of(
 
 
 def attack_timings(answers: Sequence[Answer], of_copies: Sequence[Answer]) -> dict[str, Any]:
-    """Returns what a `Timings` holds of attacks."""
+    """Returns the fields of `Timings` that are about attacks."""
     return {
         "attacks": _means(answers),
         "copies": _means(of_copies),

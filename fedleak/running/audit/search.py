@@ -1,12 +1,12 @@
-"""Which defense is the cheapest that keeps within the limits of [gate]? Tried, not reckoned.
+"""Finds the cheapest defense that keeps within the limits of [gate], by trying defenses.
 
     runs/<name>-defend/     an ordinary sweep, with a cell for each defense that was tried
 
-Each of a fixed set is put on the setting of a finished audit whose limits are exceeded, and
-trained, attacked and judged as that was. What leaves the numbers that are sent as they are comes
-first. A cell ends as soon as a limit is exceeded, whatever its other updates would say. Once one
-that is free keeps within the limits and no utility is lost, nothing can be cheaper, and the search
-ends.
+Each defense of a fixed set is added to the setting of a finished audit whose limits are exceeded.
+The new setting is trained, attacked and judged as the audit was. Defenses that leave the numbers
+that are sent as they are come first. A cell ends as soon as a limit is exceeded, whatever its other
+updates would show. Once such a free defense keeps within the limits and loses no utility, the
+search ends: nothing can be cheaper.
 """
 
 import itertools
@@ -51,13 +51,13 @@ from fedleak.store.summaries import SUMMARY, RunSummary
 from fedleak.util.errors import ConfigError
 
 ENDING = "-defend"
-"""Of the name of the sweep, behind the name of the run."""
+"""Follows the name of the run in the name of the sweep."""
 
 CONTROL = "positive control"
-"""The check of the gate that the run itself stands for, where a setting leaves updates plain."""
+"""The check of the gate that is left out if a setting leaves updates plain: see `_judged`."""
 
 SHARE = 0.5
-"""Of the time of a run, what looking whether a limit is exceeded may take."""
+"""The share of a run's time that may go into checks whether a limit is exceeded."""
 
 Watch = Callable[[str], AbstractContextManager[Callable[[RunProgress], None]]]
 
@@ -70,8 +70,8 @@ class Enough:
         run: Of the defense.
         limits: Of the gate.
         ends: The moment at which it has to end.
-        report: Is told how far it is.
-        exceeded: The limit that it exceeds.
+        report: Called with its progress.
+        exceeded: The check of the limit that it exceeds.
     """
 
     run: Run
@@ -105,15 +105,15 @@ def advise(
 ) -> Advice:
     """Tries defenses on the setting of a finished audit, within the time of the command.
 
-    What was found before under the same limits stays. audit.json is written after each defense, so
-    that the search can be stopped at any time and goes on.
+    Earlier findings under the same limits stay. audit.json is written after each defense, so that
+    the search can be stopped at any time and continued.
 
     Args:
         opened: An audit whose limits are exceeded.
         train: The engine.
         on: Workers for the attacks.
-        watch: Called with the name of a defense; what it yields is told how far its run is.
-        tell: Is told how many defenses there are, and how long one takes.
+        watch: Called with a defense's name; yields a function that is called with its progress.
+        tell: Called with sentences on how many defenses there are, and how long one takes.
 
     Returns:
         What was tried, and what came of it.
@@ -185,7 +185,7 @@ def described(experiment: Experiment) -> str:
 
 
 Longest = Callable[[Experiment, float], float]
-"""What a defense takes that stops all attacks, of its experiment and the seconds for an update."""
+"""The time of a defense that stops all attacks, by its experiment and an attack's seconds."""
 
 
 def _longest(
@@ -196,15 +196,15 @@ def _longest(
     cell: Experiment,
     seconds: float,
 ) -> float:
-    """Returns what a defense takes that stops all attacks which have a time limit.
+    """Returns the time of a defense that stops all attacks which have a time limit.
 
     Args:
-        run: Of the audit.
+        run: The audit's run.
         before: Its experiment.
         timings: What its rehearsal measured.
         workers: Attacks that run at once.
         cell: The experiment with the defense.
-        seconds: That such an attack gets for an update.
+        seconds: The time that such an attack gets for an update.
     """
     size = max(client_sizes(run) or [1])
     work = [e.local_training.steps(size) * e.federation.batch_size for e in (cell, before)]
@@ -238,7 +238,7 @@ def _seconds(longest: Longest, cells: Sequence[Experiment], room: float) -> floa
 def _outlook(
     longest: Longest, cells: Sequence[Experiment], seconds: float, room: float
 ) -> Iterator[str]:
-    """Yields what is going to be done, and what that will not show."""
+    """Yields sentences on what will be tried, and on what the search will not show."""
     most = [longest(cell, seconds) for cell in cells]
     fit = sum(total <= room for total in itertools.accumulate(most))
     yield (
@@ -295,15 +295,15 @@ def _not_run(candidate: Candidate, trial: Trial, why: str) -> Tried:
 
 
 def _ends_search(tried: Iterable[Tried]) -> bool:
-    """Whether one that is free keeps within the limits, and no utility is lost."""
+    """Whether a free defense keeps within the limits and loses no utility."""
     return any(row.free and row.trial is Trial.WITHIN and row.lost == 0 for row in tried)
 
 
 def _judged(candidate: Candidate, run: Run, before: Run) -> Tried:
     """Returns what came of a defense whose run is complete.
 
-    The run of the audit is the control of updates that stay plain. A limit that only too few
-    answers exceed, because attacks abstained, is not told.
+    For updates that stay plain, the run of the audit is the control. A limit counts as untold if
+    only too few answers exceed it, because attacks abstained.
     """
     experiment, summary = stored(run), run.read_document(SUMMARY)
     plain, certain = is_undefended(experiment), exceeded_already(run, experiment.gate)
@@ -353,9 +353,8 @@ def has_learnt(summary: RunSummary) -> bool:
 def utility_lost(before: RunSummary, after: RunSummary) -> float | None:
     """Returns how much less useful a model is; None: nobody measured it.
 
-    Of an accuracy the loss is the difference, and 0 within the 95 % interval (Wilson) of the
-    earlier one on as many texts; of a perplexity it is the growth, as a share. A better model loses
-    0.
+    For accuracy, the loss is the difference, and 0 within the 95 % interval (Wilson) of the earlier
+    accuracy on as many texts. For perplexity, it is the growth, as a share. A better model loses 0.
     """
     old, new = utility_of(before), utility_of(after)
     if old is None or new is None:

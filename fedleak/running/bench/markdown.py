@@ -1,6 +1,6 @@
 """Tables of results in Markdown: attacks against settings, then every figure of each setting.
 
-A result may be anybody's file, so whatever it says is escaped.
+A result may be anybody's file, so all of its text is escaped.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ HEADINGS = (
 )
 
 Marked = Sequence[tuple[str, Result]]
-"""Results, and what marks the lines of each where there are several."""
+"""Results, each with the mark of its lines if there are several."""
 
 
 def read_results(paths: Sequence[Path]) -> list[Result]:
@@ -108,7 +108,7 @@ def _source(mark: str, result: Result) -> Iterator[str]:
 
 
 def _remarks(mark: str, result: Result) -> Iterator[str]:
-    """Yields whose attacks nothing rules out to have read the truth, and what is missing."""
+    """Yields which attacks may have read the truth from the disk, and what is missing."""
     for attack in result.attacks:
         command = attack.settings.get("command")
         if attack.outside:

@@ -1,7 +1,7 @@
-"""What a suite's run results in: one JSON file, from which tables are made.
+"""The result of a suite: one JSON file, from which tables are made.
 
-It has no private text and no path of a machine, so it can be passed on. Whoever reads one should
-know that anybody can write one.
+It has no private text and no path of a machine, so it can be passed on. Readers should know that
+anybody can write such a file.
 """
 
 import os
@@ -17,7 +17,7 @@ from fedleak.store.summaries import AttackSummary, Estimate
 
 
 class Machine(Record):
-    """What it ran on.
+    """The machine that a suite ran on.
 
     Attributes:
         system, processor: Such as "Linux" and "x86_64".
@@ -99,7 +99,7 @@ class SettingResult(Record):
 
 
 class Result(Record):
-    """What a suite's run results in.
+    """The result of a suite.
 
     Attributes:
         suite, version, fingerprint: Of the suite.

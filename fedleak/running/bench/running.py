@@ -1,10 +1,10 @@
 """Runs a suite: makes the updates of each setting once, then attacks them.
 
     runs/bench-<suite>-<version>/
-      <setting>/    an ordinary run, trained without attacks, to whose answers later ones are added
+      <setting>/    an ordinary run, trained without attacks; answers are added later
       bench.json    the result
 
-So another attack costs no more than itself: the updates are there. What is left to do is what the
+So another attack costs only its own time: the updates are there. The work that is left is what the
 folder lacks.
 """
 
@@ -70,7 +70,7 @@ class Bench:
         attacks: Settings and name of each.
         entries: The same, as results have them.
         ready: The settings that can be run here, by name.
-        left_out: Why others cannot, by name.
+        left_out: Why other settings cannot be run, by name.
     """
 
     suite: Suite
@@ -121,7 +121,7 @@ def prepare(
         fresh: Move earlier runs of the suite out of the way.
 
     Raises:
-        ConfigError: An attack that cannot be run anywhere, or a suite that is not right.
+        ConfigError: An attack cannot be run anywhere, or the suite is not right.
     """
     listed = {table.get("kind") for table in tables}
     tables = [*({"kind": kind} for kind in attacks.always_on() if kind not in listed), *tables]
@@ -193,7 +193,7 @@ def collect(bench: Bench, failures: Mapping[str, str]) -> Result:
 
 
 def asked(bench: Bench) -> SweepSummary:
-    """Returns the sweep's figures of the attacks that were asked for, beside which others ran."""
+    """Returns the sweep's figures of the requested attacks only; others may have run, too."""
     collected, names = sweeps.collect(bench.sweep), {entry.name for entry in bench.entries}
     cells = (
         cell.model_copy(
@@ -228,7 +228,7 @@ def _ready(
     left_out: dict[str, str] = {}
     for named_attack in named:
         obstacles = [named_attack.attack.obstacle(attack_setting) for attack_setting in seen]
-        # Where it works on some clients, the others' updates are inadmissible.
+        # If it works on some clients only, the others' updates are inadmissible.
         if all(obstacles):
             left_out[named_attack.name] = str(obstacles[0])
     work = [
@@ -243,7 +243,7 @@ def _ready(
 
 
 def _result(bench: Bench, setting: Setting, failures: Mapping[str, str]) -> results.SettingResult:
-    """Returns what there is of a setting."""
+    """Returns the results of a setting, as far as there are any."""
     ready = None if setting.name in failures else bench.ready.get(setting.name)
     if ready is None or not (run := bench.sweep.run(ready.cell)).exists():
         left_out = {**bench.left_out, **failures}.get(setting.name, "not run yet")

@@ -2,8 +2,8 @@
 
 A suite is a TOML file. `[experiment]` has the tables that all settings share, as in an experiment
 file. Each `[[setting]]` has a `name`, a line `about` it, and the tables that are its own. Each
-`[[attack]]` is one as in an experiment file. Where a text has `${FEDLEAK_ASSETS}`, it is about
-models and data that are not part of fedleak: their folder is given when the suite is run.
+`[[attack]]` is a table as in an experiment file. `${FEDLEAK_ASSETS}` stands for the folder of
+models and data that are not part of fedleak, which is given when the suite is run.
 """
 
 import json
@@ -23,7 +23,7 @@ from fedleak.util.nested import digest, mapped, merged
 from fedleak.util.shipped import shipped
 
 FOLDER = shipped("bench")
-"""Where the suites are that have a name."""
+"""The folder of the suites that have a name."""
 
 ASSETS = "${FEDLEAK_ASSETS}"
 
@@ -37,15 +37,15 @@ class Setting(Table):
     """`[[setting]]`: one federation whose updates are attacked."""
 
     name: Name
-    """Of its run, and of its lines in tables."""
+    """The name of its run, and of its lines in tables."""
     about: str
     """What is particular about it."""
     experiment: dict[str, Any] = {}
-    """Its own tables, over those of the suite."""
+    """Its own tables, which override those of the suite."""
 
     @property
     def fingerprint(self) -> str:
-        """Of the tables."""
+        """The fingerprint of the tables."""
         return digest(self.experiment)[:16]
 
     @property
@@ -70,7 +70,7 @@ class Suite(Table):
     name: Name
     """Of the suite."""
     version: Positive
-    """Another one for whatever may change a result."""
+    """The version; every change that may change a result needs a new one."""
     about: str
     """What it is for, and what it takes."""
     experiment: dict[str, Any]
@@ -90,7 +90,7 @@ class Suite(Table):
 
     @property
     def fingerprint(self) -> str:
-        """Of its settings: two that differ are not one suite, whatever they are called."""
+        """The fingerprint of its settings: two that differ are not one suite, whatever the name."""
         return digest([(setting.name, setting.experiment) for setting in self.settings])[:16]
 
 

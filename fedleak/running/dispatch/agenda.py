@@ -35,13 +35,13 @@ class _Awaited:
 class Agenda:
     """The work that is left, in the order in which it is handed out.
 
-    Quick attacks go before slow ones, and earlier captures before later ones. What an attack takes
-    together is ready once all of it is here. A try that failed is repeated capture by capture:
-    another capture may have been the reason.
+    Quick attacks go before slow ones, and earlier captures before later ones. Captures that an
+    attack takes together are ready once all of them are here. A try that failed is repeated
+    capture by capture: another capture may have been the reason.
 
     Args:
         work: All that there is to do, as `groups` returns it.
-        answered: What needs no work: captures and names of attacks.
+        answered: Captures and names of attacks that need no work.
         failed: Captures and names of attacks of which at least one try has failed.
     """
 
@@ -74,7 +74,7 @@ class Agenda:
                 self._add(awaited.place, awaited.work)
 
     def absent(self, key: Key) -> None:
-        """Notes that a capture will not come: what waited for it goes on without."""
+        """Notes that a capture will not come: work that waited for it goes on without it."""
         for awaited in self._awaited.pop(key, ()):
             self._quick_left.discard((key, awaited.work.attack.name))
             awaited.missing.discard(key)
@@ -83,7 +83,7 @@ class Agenda:
                 self._add(awaited.place, awaited.work)
 
     def close(self) -> None:
-        """Notes that no more captures come: what is here is taken without the rest."""
+        """Notes that no more captures come: incomplete groups are ready without the rest."""
         unfinished = {id(awaited): awaited for group in self._awaited.values() for awaited in group}
         for awaited in unfinished.values():
             attack, keys = awaited.work
@@ -141,7 +141,7 @@ class Arrivals:
         """Returns the captures that have come since the last call, in order.
 
         Args:
-            everywhere: Not only the next ones in the order of rounds.
+            everywhere: Look for all captures, not only for the next in the order of rounds.
         """
         if everywhere:
             of_now = set(self._run.captures.all_keys()) if self._awaited else set()
@@ -156,7 +156,7 @@ class Arrivals:
         return first + arrivals
 
     def absent(self) -> list[Key]:
-        """Returns the captures that are known since the last call not to come."""
+        """Returns captures that will not come, as became known since the last call."""
         gone = [key for key in sorted(absent(self._run)) if key in self._awaited]
         for key in gone:
             del self._awaited[key]
@@ -179,8 +179,8 @@ def groups(
 ) -> list[Work]:
     """Returns which captures of a round go to which attack together, in the order of captures.
 
-    A group has at most as many as the attack takes in one call, and at most `at_once`. It depends
-    on the experiment alone, so a run that was killed makes the same groups again.
+    A group has at most as many captures as the attack takes in one call, and at most `at_once`. It
+    depends on the experiment alone, so a run that was killed makes the same groups again.
     """
     batches = []
     for _, of_round in itertools.groupby(expected, key=lambda key: key.round):
@@ -188,7 +188,7 @@ def groups(
         for named_attack in named:
             size = named_attack.attack.at_once if isinstance(named_attack.attack, Batched) else 1
             size = size if at_once is None else min(size, at_once)
-            size = ceil(len(keys) / ceil(len(keys) / size))  # nearly alike: none is left alone
+            size = ceil(len(keys) / ceil(len(keys) / size))  # nearly equal: no capture is alone
             batches += [Work(named_attack, keys[i : i + size]) for i in range(0, len(keys), size)]
     return sorted(batches, key=lambda work: work.keys[0])
 
@@ -196,7 +196,7 @@ def groups(
 def part_of(work: Sequence[Work], shard: Shard | None) -> list[Work]:
     """Returns a shard's part of the work, in its order; for None all of it.
 
-    Each attack is dealt out on its own, so that a slow one is not left to one shard.
+    The work of each attack is divided among all shards, so that no shard gets all of a slow one.
     """
     if shard is None:
         return list(work)

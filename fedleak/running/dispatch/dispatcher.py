@@ -40,12 +40,12 @@ POLL_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Crew:
-    """Who attacks the captures of a run, who is told of it, and when it is enough.
+    """The workers that attack the captures of a run, who gets its progress, and when to stop.
 
     Attributes:
-        workers: Lent for it; None: as many as the experiment asks for, for this run only.
-        report: Is told how far the run is.
-        enough: Is asked now and then whether to end as it is.
+        workers: Workers to borrow; None: new ones for this run, as the experiment asks for.
+        report: Called with the progress of the run.
+        enough: Called now and then; returns whether to stop before all is done.
     """
 
     workers: Sequence[Worker] | None = None
@@ -54,7 +54,7 @@ class Crew:
 
 
 ALONE = Crew()
-"""Nobody is told, and it is enough when all is done."""
+"""New workers that report to nobody and stop when all is done."""
 
 
 def attack_captures(
@@ -68,11 +68,11 @@ def attack_captures(
     """Attacks every capture that has no answer yet, until `no_more` come and all have one.
 
     The work that is left is always what the directory lacks, so this can be killed at any time.
-    An attack that takes captures together gets the same ones together however often that happens.
+    An attack that takes captures together gets the same groups again, however often that happens.
     Quick attacks go first: a slow one starts only while another worker is left for quick ones, or
     once all quick ones have answered. Once it is `enough`, tries that are under way are given up.
-    Workers that are lent may still be busy if it failed. A shard does its part alone, and whoever
-    calls holds no more than that.
+    If this function fails, borrowed workers may still be busy. A shard does only its own part, and
+    the caller holds only the shard.
 
     Raises:
         ConfigError: An attack of this name already ran here with other settings.
@@ -84,7 +84,7 @@ def attack_captures(
     )
     with hired as all_workers:
         while not crew.enough():
-            # Asked before looking, so that nothing slips in between.
+            # Called before looking, so that no capture comes between the two unnoticed.
             dispatcher.look_for_captures(last_look=no_more())
             dispatcher.hand_out(all_workers)
             dispatcher.collect(all_workers)
@@ -142,7 +142,7 @@ class Dispatcher:
         self._round, self._summed, self._closed = 1, 0, False
 
     def _refuse_deleted(self, wanted: Set[tuple[Key, str]]) -> set[tuple[Key, str]]:
-        """Returns what cannot be answered any more: an attack came after its capture was deleted.
+        """Returns what cannot be answered any more: the capture is deleted, the attack is new.
 
         Raises:
             ConfigError: There is nothing else to attack.
@@ -160,9 +160,9 @@ class Dispatcher:
         return gone
 
     def look_for_captures(self, *, last_look: bool) -> None:
-        """Notes the captures that have come; after the last look no others are waited for."""
+        """Notes the captures that have come; after the last look it waits for no others."""
         last_look &= not self._closed
-        # Asked before the captures are looked for, so that a complete round has all of them.
+        # Read before looking for captures, so that a complete round has all of them.
         before, self._round = self._round, self._arrivals.round()
         self._summed += sum(self._forgotten[round] for round in range(before, self._round))
         if self._round > before or last_look:
@@ -178,7 +178,7 @@ class Dispatcher:
 
     def hand_out(self, all_workers: Sequence[Worker]) -> None:
         """Gives every free worker something to do, as far as there is something."""
-        # Where training waits for attacks, quick ones that are still to come wait for slow ones.
+        # If training waits for attacks, quick ones that are still to come wait for slow ones.
         bounded = self._experiment.audit.waiting is not None
         for worker in all_workers:
             while worker.free and (
@@ -271,7 +271,7 @@ class Dispatcher:
 
 
 def slow_may(all_workers: Sequence[Worker], agenda: Agenda) -> bool:
-    """Returns whether a worker may take a slow attack: not the last one that quick ones have."""
+    """Returns whether a worker may take a slow attack: the last one stays for quick attacks."""
     slow = sum(is_slow(worker.jobs[0].attack.attack) for worker in all_workers if worker.jobs)
     return slow < len(all_workers) - 1 or not agenda.quick_left
 
@@ -281,8 +281,8 @@ def attacking(run: Run, experiment: Experiment, crew: Crew = ALONE) -> Iterator[
     """Attacks while the body trains, and until all is attacked; gives up if the body fails.
 
     Yields:
-        A function that the body calls now and then: whether it is enough, or attacking has
-        failed, so that going on is of no use. The error of the attacks is then raised in place of
+        A function that the body calls now and then. It returns whether to stop, because it is
+        enough or because attacking failed. The error of the attacks is then raised in place of
         the body's.
     """
     trained, stopped, ended = threading.Event(), threading.Event(), threading.Event()

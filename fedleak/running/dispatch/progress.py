@@ -25,7 +25,7 @@ class UnderWay(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """An answer that has just come; its attack's own seconds, None where it was not called."""
+    """An answer that has just come; `seconds`: of the attack alone, None if it was not called."""
 
     attack: str
     key: Key
@@ -37,12 +37,12 @@ class RunProgress(NamedTuple):
     """How far a run is, and what its busy workers are doing.
 
     Attributes:
-        captures, captures_expected, answers, answers_expected: So many of so many.
+        captures, captures_expected, answers, answers_expected: How many are here, of how many.
         under_way: What each busy worker does.
         finished: The answers since the last time.
-        rounds, rounds_expected: Rounds of training that are complete, of so many.
-        seconds_left: What the attacks that are left will take, as far as that can be told.
-        seconds_most: What the attacks among them that have a time limit take at most.
+        rounds, rounds_expected: How many rounds of training are complete, of how many.
+        seconds_left: The estimated time of the attacks that are left; None: not known yet.
+        seconds_most: The most time that those attacks among them with a time limit take.
     """
 
     captures: int
@@ -62,7 +62,7 @@ class Pace:
 
     Args:
         named: The attacks.
-        left: What they have not answered: captures and names.
+        left: Captures and names of attacks that have no answer yet.
     """
 
     def __init__(self, named: Sequence[NamedAttack], left: Set[tuple[Key, str]]) -> None:
@@ -79,7 +79,7 @@ class Pace:
         self._took[name] += seconds  # type: ignore[assignment]
 
     def seconds_left(self, num_workers: int) -> float | None:
-        """Returns the estimate; None where an attack that is left has not answered once."""
+        """Returns the estimate; None if an attack that is left has not answered once."""
         left = {name: count for name, count in self._left.items() if count > 0}
         if not left.keys() <= self._count.keys():
             return None
@@ -87,6 +87,6 @@ class Pace:
         return sum(seconds) / max(1, num_workers)
 
     def seconds_most(self, num_workers: int) -> float:
-        """Returns what attacks that are left take at most, of those that have a time limit."""
+        """Returns the most time that attacks take that are left and have a time limit."""
         most = sum(self._left[name] * limit for name, limit in self._limits.items())
         return most / max(1, num_workers)

@@ -17,14 +17,14 @@ from fedleak.util.errors import CaptureError
 class Retention:
     """Deletes captures that nobody needs any more.
 
-    The server needs none of them: it sums updates as they come. What an attack failed on stays, so
-    that it can be tried again. The attacks that a capture waits for are those of this experiment,
-    those that the run was prepared with, and those that a shard was asked for, so that none comes
-    too late because another one was quicker.
+    The server needs none of them: it sums updates as they come. A capture on which an attack failed
+    stays, so that the attack can be tried again. A capture waits for the attacks of this
+    experiment, of the experiment that the run was prepared with, and of all shards, so that no
+    attack comes too late because another one was quicker.
 
     Args:
         run: The run directory.
-        experiment: What attacks it now.
+        experiment: The experiment whose attacks run now.
     """
 
     def __init__(self, run: Run, experiment: Experiment) -> None:
@@ -41,10 +41,10 @@ class Retention:
         self._proved: set[Key] = set()
 
     def answered(self, answers: Iterable[Answer]) -> None:
-        """Notes answers, and deletes captures of which all have come.
+        """Notes answers, and deletes captures for which all have come.
 
-        A process that was killed may have left captures that were answered: they go with their
-        answers.
+        A process that was killed may have left captures that were answered: they are deleted when
+        their answers are noted.
         """
         if self._keep == "all":
             return
@@ -57,11 +57,11 @@ class Retention:
             self.arrived(answer.key)
 
     def arrived(self, key: Key) -> None:
-        """Notes that a capture is here, of which all answers may have come before."""
+        """Notes that a capture is here; all of its answers may have come before."""
         if self._keep == "all" or key not in self._left or self._left[key]:
             return
         wanted = self._keep == "unproved" and key not in self._proved
         if self._run.captures.has(key):
-            # One that is damaged has failed, so there is nothing to delete.
+            # Attacks on a damaged capture have failed, so there is nothing to delete.
             with suppress(CaptureError):
                 self._run.captures.close(key, delete=not wanted and key not in self._failed)

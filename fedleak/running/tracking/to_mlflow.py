@@ -34,7 +34,7 @@ def export_to_mlflow(run: Run, place: str | None, *, texts: bool = False) -> str
         ConfigError: MLflow is not installed or needs a place, or this is no run directory.
         FedleakError: The run cannot be read, or MLflow does not take it.
     """
-    # It would tell its makers of each call.
+    # Otherwise MLflow reports each call to its makers.
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     if place is not None and urlsplit(place).scheme in ("", "file"):
         # MLflow keeps folders as they are and wants to be told that they are meant.

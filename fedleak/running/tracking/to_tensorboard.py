@@ -7,7 +7,7 @@ from fedleak.store.run import Run
 from fedleak.util.errors import ConfigError, FedleakError
 
 PLACE = "tensorboard"
-"""The folder of all runs, where none is named."""
+"""The folder of all runs, if none is named."""
 
 
 def export_to_tensorboard(run: Run, place: str | None) -> Path:

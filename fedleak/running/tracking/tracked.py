@@ -1,6 +1,6 @@
-"""What a tracker is told of a run: settings and figures, and no text of a client.
+"""What a tracker receives of a run: settings and figures, and no text of a client.
 
-What attacks say in words is left out too, as it may quote a private text.
+Sentences of attacks are left out too, as they may quote a private text.
 """
 
 import json
@@ -20,7 +20,7 @@ from fedleak.util.lists import grouped
 from fedleak.util.nested import flat
 
 LONGEST_NAME, LONGEST_VALUE = 250, 6_000
-"""Characters that MLflow takes of a name and of the value of a parameter."""
+"""The most characters that MLflow takes in a name and in the value of a parameter."""
 
 CONTROLS = ("control_rougeL", "guess_rougeL", "control_token_recall", "guess_token_recall")
 
@@ -56,7 +56,7 @@ class Tracked:
 
 
 def tracked(run: Run) -> Tracked:
-    """Returns what a tracker is told of a scored run.
+    """Returns what a tracker receives of a scored run.
 
     Raises:
         ConfigError: This is no run directory.
@@ -121,7 +121,7 @@ def _flat(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _safe(text: str) -> str:
-    """Returns a name that trackers take and that is no path to another place.
+    """Returns a name that trackers accept and that is no path to another place.
 
     >>> _safe("lamp+lengths"), _safe("../x"), _safe("..")
     ('lamp:lengths', '.._x', '_')

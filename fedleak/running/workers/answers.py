@@ -1,8 +1,8 @@
-"""What an attack returned, checked before it becomes a row.
+"""Checks what an attack returned, before it becomes a row.
 
 An attack may be anybody's. A row is scored, printed and kept for good, so an answer that scoring
-could not read is refused here, while it is still known whose fault it is. It is checked as JSON,
-because that is what is kept of it.
+could not read is refused here, while it is known which attack is at fault. The answer is checked as
+JSON, because it is kept as JSON.
 """
 
 import json
@@ -21,14 +21,14 @@ MOST_BYTES = 10_000_000
 """Bytes of an answer as JSON."""
 
 _MOST_SEQUENCES = 100
-"""Sequences that an answer may always hold. Of a large batch it may hold more: `_TIMES` as many as
-the batch has."""
+"""Sequences that an answer may always hold. For a large batch it may hold more: `_TIMES` times as
+many as the batch has."""
 _TIMES = 10
 _DEEPEST = 20
 
 
 class InvalidAnswerError(ValueError):
-    """An attack's answer is not one; the text says what is wrong with it."""
+    """An attack's answer is not valid; the text says what is wrong with it."""
 
 
 def checked(
@@ -39,8 +39,8 @@ def checked(
     Args:
         answer: What an attack returned.
         vocabulary: Token ids are below it.
-        longest: Tokens that the model takes.
-        examples: In the batch, as far as the attacker knows.
+        longest: The most tokens that the model takes.
+        examples: How many are in the batch, as far as the attacker knows.
         listed: Texts that the attack was asked about.
 
     Raises:
@@ -87,7 +87,7 @@ def checked(
 
 def one_line(text: str) -> str:
     """Returns a reason as it is kept: in one line, of bounded length, safe to print."""
-    # Cut first: what is printable may be ten times as long.
+    # Cut first: the printable text may be ten times as long.
     short = " ".join(text[: 2 * LONGEST_REASON].split())
     return printable(short[:LONGEST_REASON])
 

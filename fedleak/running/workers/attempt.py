@@ -1,8 +1,8 @@
 """One call of an attack, wherever the observations come from: what goes in, and what comes out.
 
-An attack may be anybody's, so what it returns is checked before it is believed: a claim of a proof
-is recomputed here. Where a client's steps can be made again, a right answer is proved here, whoever
-gave it.
+An attack may be anybody's, so its answer is checked before it is trusted: a claimed proof is
+recomputed here. If a client's steps can be made again, a right answer is proved here, whichever
+attack gave it.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from fedleak.util.finite import all_finite
 
 
 def unfit(attack: Attack, seen: Observation, model: LanguageModel) -> Reconstruction | None:
-    """Returns the answer if an observation cannot be attacked, without a call; None if it can."""
+    """Returns the answer, without a call, if an observation cannot be attacked; None if it can."""
     obstacle = attack.obstacle(AttackSetting.of(seen, model))
     if obstacle is not None:
         return Reconstruction.none(Status.INADMISSIBLE, one_line(str(obstacle)))
@@ -47,7 +47,7 @@ def call(
         seen: Several only for an attack that takes them at once.
         model: At the weights of that round.
         rngs: The random stream of each observation.
-        report: Is told the progress.
+        report: Called with the progress.
     """
     given = _tensors(seen)
     before = certificate.written(given)
@@ -57,7 +57,7 @@ def call(
         returned = [
             attack(observation, model, rng=rng) for observation, rng in zip(seen, rngs, strict=True)
         ]
-    # What was given is held until here, so that nothing else can be where it was.
+    # `given` is held until here, so that no other tensor can be at its place in memory.
     if certificate.written(_tensors(seen)) != before or certificate.written(given) != before:
         reason = (
             "the attack changed the update, so its answer does not count: it has to work on a copy"
@@ -80,11 +80,11 @@ def answers(
     """Returns an answer for each observation: the attack's, if that is one, else a failure.
 
     Args:
-        attack: What was called. A replay has no more time than it had.
+        attack: What was called. A replay gets no more time than the attack.
         returned: What it returned.
         seen: What it was called with.
         model: What it was called with.
-        spoiled: What it changed of the model, by name.
+        spoiled: Parts of the model that the attack changed, by name.
     """
     if spoiled:
         reason = (
@@ -110,7 +110,7 @@ def answers(
 def _answer(
     answer: object, seen: Observation, model: LanguageModel, seconds: float
 ) -> Reconstruction:
-    """Returns an attack's answer, or the failure that it is."""
+    """Returns an attack's answer, or a failure if it is not valid."""
     candidates = seen.knowledge.candidates
     try:
         plain = checked(
@@ -140,10 +140,10 @@ def _answer(
 def _replayed(
     answer: Reconstruction, seen: Observation, model: LanguageModel, seconds: float
 ) -> Reconstruction:
-    """Returns an answer with what making the client's steps again says of it.
+    """Returns an answer with the result of making the client's steps again.
 
     Raises:
-        InvalidAnswerError: It claims a proof that this does not confirm.
+        InvalidAnswerError: It claims a proof that these steps do not confirm.
     """
     reason = replay.obstacle(seen)
     replayed = (

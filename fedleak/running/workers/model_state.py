@@ -14,8 +14,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 def state(model: LanguageModel) -> Mapping[str, object]:
     """Returns what an attack must not change, by name, as values that can be compared.
 
-    It costs a quarter of what a cryptographic hash of the weights does: it is taken after every
-    call of an attack, some of which take milliseconds.
+    It costs a quarter of a cryptographic hash of the weights. That matters because it is taken
+    after every call of an attack, and some calls take milliseconds.
     """
     module = model.module
     parameters = dict(module.named_parameters())
@@ -36,10 +36,10 @@ def state(model: LanguageModel) -> Mapping[str, object]:
 
 
 def changed(model: LanguageModel, before: Mapping[str, object]) -> list[str]:
-    """Returns what of a model is not as it was in an earlier `state`, by name."""
+    """Returns the names of what has changed in a model since an earlier `state`."""
     try:
         after = state(model)
-    except Exception:  # noqa: BLE001 - not even a model is left of it
+    except Exception:  # noqa: BLE001 - it is not even a model any more
         return ["layers"]
     return [name for name in before if before[name] != after[name]]
 
@@ -59,8 +59,8 @@ def _digest(named: Iterable[tuple[str, Tensor]]) -> str:
 def _sums(tensor: Tensor) -> list[Tensor]:
     """Returns whole numbers that differ once a tensor was changed; they overflow without an error.
 
-    A matrix's bits are added up along its rows and along its columns, so that numbers that changed
-    places show; of anything else each number's own bits count.
+    A matrix's bits are added up along its rows and along its columns, so that swapped numbers show;
+    of anything else each byte counts by itself.
     """
     flat = tensor.contiguous().view(-1).view(torch.uint8)
     if tensor.dim() < 2 or not flat.numel() or flat.numel() % (8 * tensor.shape[0]):

@@ -5,7 +5,7 @@ again. An actor that takes too long is killed: cancelling has no effect on what 
 
 A run directory that the nodes do not see travels through Ray's object store, each model once per
 round. An actor keeps what it was sent in a folder that only its owner can open, and removes it when
-it is told to end. Whatever a killed one has left, the next one on its node removes.
+it has to end. The next actor on a node removes what a killed one has left there.
 """
 
 import hashlib
@@ -47,7 +47,7 @@ FREE_SECONDS = 20.0
 """How long the cluster may take to have room: an earlier command leaves it a little later."""
 
 STARTS = 3
-"""How often a worker may fail to start, one time after the other."""
+"""How many times in a row a worker may fail to start."""
 
 LEAVE_SECONDS = 3.0
 """How long a worker may take to remove what it was sent."""
@@ -79,12 +79,12 @@ class Hand:
 
         Args:
             jobs: As in `work_together`.
-            device: Where to.
-            files: The contents of files of the run, in the object store, by name; none if the run
-                directory is seen here.
+            device: The device to attack on.
+            files: The contents of files of the run, in the object store, by name; none if this node
+                sees the run directory.
 
         Raises:
-            FedleakError: The run directory is not seen here.
+            FedleakError: This node does not see the run directory.
         """
         torch.set_num_threads(1)  # it holds for the thread that calls
         self._progress = {}
@@ -109,7 +109,7 @@ class Hand:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _place(self, run: Path) -> Path:
-        """Returns where this actor keeps what it needs of a run; what it has of others goes."""
+        """Returns where this actor keeps what it needs of a run, and deletes files of others."""
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
         place = self._folder / hashlib.sha256(os.fsencode(run)).hexdigest()[:16]
@@ -223,7 +223,7 @@ class RayWorker(Worker):
         """Returns how far its attack is with each client, as of a second ago."""
         now = time.monotonic()
         if self._asked is not None and self._asked.done():
-            with suppress(Exception):  # it has died, which `result` tells
+            with suppress(Exception):  # it has died, which `result` reports
                 self._said = self._asked.result()
             self._asked = None
         if self._asked is None and now >= self._next_ask:

@@ -1,9 +1,9 @@
 """Where attacks run: one process per device, apart from training and from the truth.
 
-A worker is handed the place of a capture and the facts that were granted. An attack gets what was
-in the capture and those facts; it cannot import what opens the vault or any other file of the run.
-Captures of one round go to an attack together if it takes several at once. What it answers is
-checked here, and so is whether it left the model alone: the next attack uses it too.
+A worker gets the place of a capture and the granted facts. An attack gets the content of the
+capture and those facts; it cannot import what opens the vault or any other file of the run.
+Captures of one round go to an attack together if it takes several at once. Its answer is checked
+here, and so is whether it changed the model, because the next attack uses the same model.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ from fedleak.util.processes import end_with_parent, holding_ctrl_c, start_tracke
 from fedleak.util.rng import stream
 
 NOTE_SECONDS = 1.0
-"""How often at most a worker notes how far its attack is."""
+"""The shortest time between two notes of a worker on the progress of its attack."""
 
 LONGEST_TRACE = 10_000
 """Characters of a traceback that are kept."""
@@ -59,7 +59,7 @@ class Task:
     Attributes:
         key: Which update.
         attack: The attack, its name, and what the attacker was granted.
-        knowledge: All that it knows, granted facts included.
+        knowledge: All that the attacker knows, granted facts included.
     """
 
     key: Key
@@ -93,7 +93,7 @@ def answer_of(
 
     Args:
         task: What was to be attacked.
-        reconstruction: What came of it.
+        reconstruction: What the attack returned.
         seconds, device: Of the attack alone, its share of the call; None if it was not called.
         together: How many observations shared the call.
     """
@@ -124,16 +124,16 @@ def trace(error: BaseException) -> str:
 
 
 class Worker(ABC):
-    """One try at a time, wherever that runs.
+    """Runs one try at a time, on this machine or another.
 
-    Whatever kills a try, or takes too long, costs that try alone: the next one finds a new process.
+    If a try crashes or takes too long, only that try is lost: the next one gets a new process.
 
     Args:
         time_limit: Seconds of each capture.
 
     Attributes:
-        jobs: What it is trying: one, or several of one attack and round. Empty if it is not.
-        answer: What will come of it, to wait for.
+        jobs: The jobs of its try: one, or several of one attack and round; empty without a try.
+        answer: The future of the try's answers.
     """
 
     def __init__(self, time_limit: float) -> None:
@@ -171,7 +171,7 @@ class Worker(ABC):
         )
 
     def give_up(self) -> None:
-        """Ends the try that it is at, without an answer, and is free again."""
+        """Ends the current try without an answer; then the worker is free again."""
         self._restart()
         self._finish()
 
@@ -206,9 +206,9 @@ class Worker(ABC):
 class LocalWorker(Worker):
     """A process on one device, with one try at a time.
 
-    It has a pool to itself: whatever kills the process, at whatever moment, breaks nothing that
-    others wait for, and the next try finds a new process. The progress of a try is kept in a file
-    of its own, for the same reason.
+    It has a pool to itself: if the process is killed, at whatever moment, nothing breaks that other
+    workers wait for, and the next try gets a new process. For the same reason the progress of a try
+    is kept in a file of its own.
     """
 
     def __init__(self, device: str, time_limit: float, notes: Path) -> None:
@@ -235,7 +235,7 @@ class LocalWorker(Worker):
     def result(self) -> list[Answer] | BaseException | None:
         """Returns an answer per job, or why there is none; None while it works."""
         if self._deadline == math.inf and self._ready.done():
-            # Counted from here, so that importing torch is not held against an attack.
+            # Counted from here, so that importing torch takes no time of an attack.
             self._limit_time()
         return super().result()
 
@@ -253,7 +253,7 @@ class LocalWorker(Worker):
             process = psutil.Process(self._pid.result())
             if process.ppid() == os.getpid():  # if it died, its number may be another's by now
                 process.kill()
-        # A thread of the pool that is still ending would trip over the end of this program.
+        # A thread of the pool that is still ending would fail at the end of this program.
         self._pool.shutdown(cancel_futures=True)
 
     def _finish(self) -> None:
@@ -311,11 +311,11 @@ def work_together(
 
     Args:
         jobs: Several only for an attack that takes them at once.
-        device: Where to.
-        report: Is told the progress; by the client's number, not by its place among the jobs.
+        device: The device to attack on.
+        report: Called with the number of a client, not its place among the jobs, and the progress.
 
     Raises:
-        CaptureError: The model of the round is damaged. A damaged capture just fails.
+        CaptureError: The model of the round is damaged. A damaged capture is a failed answer.
     """
     first = jobs[0]
     model, before = _model_at(first.run, first.key.round, first.model, device)
@@ -330,7 +330,7 @@ def work_together(
             seconds = round((time.perf_counter() - start) / len(attacked), 4)
         finally:
             spoiled = changed(model, before)
-            if spoiled:  # the next attack gets another one
+            if spoiled:  # the next attack gets a new one
                 _model_at.cache_clear()
                 _model.cache_clear()
         for (job, _), answer in zip(
@@ -343,14 +343,14 @@ def work_together(
 
 
 def _look(job: Job, model: LanguageModel, device: str) -> Observation | Reconstruction:
-    """Returns what there is to attack, or the answer if it cannot be attacked."""
+    """Returns the observation to attack, or the answer if it cannot be attacked."""
     try:
         parameters = dict(model.module.named_parameters())
         update = Run(job.run).captures.read_capture(job.key, parameters).update
     except CaptureError as error:
         return Reconstruction.none(Status.FAILED, str(error))
     tensors = {name: value.to(device) for name, value in update.tensors.items()}
-    # With Poisson sampling clients report the expected size; who knows the lengths knows the true.
+    # With Poisson sampling clients report the expected size; the lengths show the true size.
     lengths = job.knowledge.lengths
     if lengths == ():
         return Reconstruction.none(Status.ABSTAINED, "the batch is empty: sampling drew nobody")
@@ -370,7 +370,7 @@ def _call(
 ) -> object:
     """Calls the attack of a job on all observations; what it returns may be anything."""
     attack = job.attack.attack
-    # One name on all rungs of the ladder, so that what is told makes the difference, not luck.
+    # One name on all rungs of the ladder, so that the facts make the difference, not the draw.
     name = job.attack.listed_as
     rngs = [
         stream(job.seed, "attack", name, observation.round, observation.client)
@@ -387,7 +387,7 @@ def _work_and_note(jobs: Sequence[Job], device: str, note: Path) -> list[Answer]
 
 
 def noting(path: Path) -> OnProgress:
-    """Returns a report that keeps a file up to date, not more often than somebody would look."""
+    """Returns a callback that writes the progress to a file, at most once in `NOTE_SECONDS`."""
     latest: dict[int, Progress] = {}
     written = -math.inf
 
@@ -419,7 +419,7 @@ def _model(spec: ModelSpec, device: str) -> LanguageModel:
 def _model_at(
     run: Path, round: int, spec: ModelSpec, device: str
 ) -> tuple[LanguageModel, Mapping[str, object]]:
-    """Returns the model at what the target of a round was sent, and its state then.
+    """Returns the model with the weights that the target of a round was sent, and its state.
 
     One model is in memory, whatever the round.
     """
@@ -437,7 +437,7 @@ def prepare(device: str) -> None:
     """Prepares a worker for attacks."""
     # One thread each: results do not depend on what else the machine does.
     torch.set_num_threads(1)
-    # What takes seconds to import is not held against the first attack either.
+    # Imports that take seconds take no time of the first attack either.
     for slow in ("scipy.optimize", "transformers.modeling_utils", "transformers.models.auto"):
         importlib.import_module(slow)
     if device.startswith("cuda"):
