@@ -54,7 +54,7 @@ class LocalTraining:
         kind: GRADIENT sends the gradient of one batch; DELTA trains and sends the difference.
         batch_size: Examples in a step.
         epochs: Passes over the client's data in a round, for DELTA.
-        learning_rate: The learning rate of the steps; with a schedule, that of the first step.
+        learning_rate: The learning rate of the steps; with a schedule, the first one.
         dropout: Train with the model's dropout, and that of adapters.
         frozen: Parameters that are not trained: parts and patterns, as in
             `fedleak.models.parameter_selection`.
