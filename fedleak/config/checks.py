@@ -166,7 +166,7 @@ def check_published(experiment: Experiment) -> None:
 def attack_settings(experiment: Experiment, model: LanguageModel) -> list[AttackSetting]:
     """Returns the setting of an attack on each kind of capture that the server gets to see.
 
-    An attack knows there only what the server itself set: `grant` adds what it is granted.
+    In these settings an attack knows only what the server itself set: `grant` adds granted facts.
 
     Raises:
         ConfigError: A client sends nothing.
@@ -216,7 +216,7 @@ def check_attacks(experiment: Experiment, model: LanguageModel) -> None:
         named.check_equipment()
         obstacles[named.listed_as] += map(named.attack.obstacle, grant(settings, named.threat))
     for name, of_attack in obstacles.items():
-        # Where it works on some clients, the others' updates are inadmissible.
+        # If it works on some clients, the others' updates are inadmissible.
         if all(of_attack):
             raise ConfigError(f"attack {name!r}: {of_attack[0]}")
 

@@ -35,7 +35,7 @@ ALL_FACTS = "all"
 
 @dataclass(frozen=True)
 class NamedAttack:
-    """An attack, the name that its rows carry, and what the attacker is told."""
+    """An attack, the name that its rows carry, and the facts that are granted."""
 
     name: str
     attack: Attack
@@ -219,7 +219,7 @@ def build(where: str, cls: type[Any], settings: dict[str, Any]) -> Any:
     """Makes a validated dataclass from its settings.
 
     Raises:
-        ConfigError: A key that it has not, or a value that it cannot have.
+        ConfigError: A key that does not exist, or a value that is not allowed.
     """
     names = [f.name for f in fields(cls)]
     for key in settings:
@@ -237,5 +237,5 @@ def build(where: str, cls: type[Any], settings: dict[str, Any]) -> Any:
 
 @lru_cache(maxsize=128)
 def _adapter(cls: type[Any]) -> TypeAdapter[Any]:
-    """Returns what makes a class of its settings; to make it takes much longer than to use it."""
+    """Returns what builds a class from its settings; it takes much longer to make than to use."""
     return TypeAdapter(cls)

@@ -178,7 +178,7 @@ class Experiment(tables.Table):
 
     @property
     def aggregator(self) -> TrustedAggregator | None:
-        """What stands between clients and attacker; None: each client's update may be seen."""
+        """The trusted aggregator; None: the attacker may see each client's update."""
         parts = (placed.part for placed in self.defenses)
         return next((defense for defense in parts if isinstance(defense, TrustedAggregator)), None)
 
@@ -195,7 +195,7 @@ class Experiment(tables.Table):
     def defenses_of(self, client: int) -> dict[int, Defense]:
         """Returns the defenses that a client uses, in their order, by their place in the file."""
         used = components.used_by(client, self.defenses)
-        # What stands between clients and server comes after all that clients do.
+        # The trusted aggregator comes after all that clients do.
         last = {n: defense for n, defense in used.items() if isinstance(defense, TrustedAggregator)}
         return {n: defense for n, defense in used.items() if n not in last} | last
 

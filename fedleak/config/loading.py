@@ -155,7 +155,7 @@ def _check_client(experiment: Experiment) -> None:
 
 
 def _check_nodes(experiment: Experiment) -> None:
-    """Refuses what makes no sense where each node has data of its own."""
+    """Refuses settings that make no sense if each node has data of its own."""
     if not experiment.data.on_nodes:
         return
     if experiment.federation.partition != "iid":

@@ -18,7 +18,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = tomllib.loads(
 def with_preset(table: dict[str, Any]) -> dict[str, Any]:
     """Returns the tables of an experiment with those of its preset below them.
 
-    A preset that there is not is for the experiment's own check to refuse.
+    The experiment's own check refuses an unknown preset.
     """
     preset = PRESETS.get(str(table.get("preset")))
     return table if preset is None else merged(preset, table)

@@ -128,7 +128,7 @@ class SentUpdate(StepTable):
         return frozenset(name for name in GRANTABLE if getattr(self, name) is not None)
 
     def knowledge(self) -> Knowledge:
-        """Returns what the attacker knows; what is per text in the order of an observation."""
+        """Returns what the attacker knows; facts about texts are in the order of an observation."""
         facts = {name: getattr(self, name) for name in self.granted}
         if self.lengths:
             lengths = self.lengths
@@ -153,7 +153,7 @@ class SentUpdate(StepTable):
         return self.schedule_of_rate.in_round(self.learning_rate, self.local_steps, 1, self.recipe)
 
     def without_decay(self, delta: Tensor, before: Tensor) -> Tensor:
-        """Returns a delta of a parameter less what weight decay alone made of it."""
+        """Returns a delta of a parameter minus the effect of weight decay alone."""
         rate, recipe = self._stepped
         if rate is None:
             return delta

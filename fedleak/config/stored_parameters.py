@@ -14,11 +14,11 @@ def stored_parameters(
     model: LanguageModel,
     mode: ServerMode | None = None,
 ) -> frozenset[str]:
-    """Returns which of the parameters that were sent a capture holds.
+    """Returns the parameters that a capture holds, of those that were sent.
 
     Args:
         experiment: What is run.
-        sent: The parameters that there are to be stored.
+        sent: The parameters that were sent.
         model: The model, which names its parameters.
         mode: What a malicious server does in the round; None: it is honest.
     """
@@ -66,7 +66,7 @@ def read_whole(experiment: Experiment, model: LanguageModel) -> list[str]:
 
 
 def _parameters_read(experiment: Experiment, setting: AttackSetting) -> dict[str, frozenset[str]]:
-    """Returns what each attack reads, by its name: nothing where it cannot work."""
+    """Returns what each attack reads, by its name: nothing if it cannot work."""
     return {
         named.name: read_by(named.attack, known)
         if named.attack.obstacle(known) is None

@@ -15,13 +15,13 @@ from fedleak.training.recipe import Optimiser
 from fedleak.util.errors import unknown
 
 MOST_UPDATES = 1_000_000
-"""Updates that a run may have: at a tenth of a second each they take a day."""
+"""The most updates of a run: at a tenth of a second each they take a day."""
 
 MOST_EXAMPLES = 10_000_000
-"""Examples that a run may ask for: a node makes or reads as many as a server says."""
+"""The most examples of a run: a node makes or reads as many as the server asks for."""
 
 SAMPLES, HELD_OUT = 400, 100
-"""Examples of a built-in data set, which has as many as are asked for, where nobody asks."""
+"""Default numbers of examples of a built-in data set, which can make any number."""
 
 Positive = Annotated[int, Field(ge=1)]
 Source = Annotated[str, AfterValidator(absolute)]

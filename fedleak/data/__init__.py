@@ -201,7 +201,7 @@ def _sizes(samples: int | None, held_out: int | float | None, there: int) -> tup
     if held_out is None:
         held_out = min(MOST_HELD_OUT, round(HELD_OUT_SHARE * there))
     elif isinstance(held_out, float):
-        # A share of the examples used: of all, if nobody says how many train.
+        # A share of the examples used: of all, if the number that train is not given.
         used = there if samples is None else samples / (1 - held_out)
         held_out = max(1, round(held_out * used))
     return there - held_out if samples is None else samples, held_out
@@ -414,7 +414,7 @@ def _from_hub(name: str, path: str, subset: str | None, split: str) -> "Dataset"
 
 
 def _refuse_format(name: str, encoding: str | None, delimiter: str | None) -> None:
-    """Refuses to be told how to read a file where there is none."""
+    """Refuses an encoding or a delimiter if the data is not a file."""
     for key, value in (("data.encoding", encoding), ("data.delimiter", delimiter)):
         if value is not None:
             raise ConfigError(f"{key} = {value!r} is for files, and {name!r} is none: leave it out")
@@ -447,7 +447,7 @@ def _check_column(name: str, key: str, column: str, rows: "Dataset", file: files
 def _begins_with_header(rows: "Dataset", text: str, label: str | None) -> bool:
     """Whether the first row of a file that should have no header line is one.
 
-    Its text is a usual name of a text column, or it is the only row whose class no other has.
+    Its text is a usual name of a text column, or it is the only row with a class that no other has.
     """
     if str(rows[text][0]).strip().lower() in _TEXT_COLUMNS:
         return True
@@ -518,7 +518,7 @@ def _classes(
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Returns the class of each row that is kept, and the names of the classes.
 
-    They are those that are `known`; None: those that the rows have.
+    The names are those in `known`; if it is None, those that the rows have.
     """
     from datasets import ClassLabel
 

@@ -1,6 +1,6 @@
 """Tables in files: csv, tsv, jsonl and parquet, and the reason why one cannot be read.
 
-`datasets` reads them. Where it fails, the file is read again, slowly, for the line that is at
+`datasets` reads them. If it fails, the file is read again, slowly, to find the line that is at
 fault. No reason quotes what a file holds: it is private.
 """
 
@@ -39,7 +39,7 @@ class TableFile:
         path: Where it is.
         bare: It has no header line; columns are numbered from 0.
         encoding: Of its characters; None: UTF-8.
-        delimiter: Between fields; None: a comma, of tsv files a tab.
+        delimiter: Between fields; None: a comma, or a tab in tsv files.
     """
 
     path: Path
@@ -159,7 +159,7 @@ _READERS: "Mapping[str, Callable[[TableFile, str], Dataset]]" = {
 def shown(names: list[str]) -> str:
     """Returns column names for a message.
 
-    Where there is no header they are fields of the first line, so only single words are shown.
+    If there is no header, they are fields of the first line, so only single words are shown.
     """
     return ", ".join(
         name if re.fullmatch(r"[\w.:-]{1,32}", name) else f"(column {i})"

@@ -42,7 +42,7 @@ class Claims:
     Attributes:
         noise_scale: Standard deviation of the noise on each number.
         laplace: The noise is Laplace's and not normal.
-        relative_noise: The same, in root mean squares of the update before it.
+        relative_noise: The same, in root mean squares of the update before the defense.
         max_norm: L2 norm that the update has at most, the noise aside.
         example_norm: L2 norm by which one example moves it at most, the noise aside.
         masked: Share of the numbers that are set to zero, whichever they are.
@@ -50,8 +50,8 @@ class Claims:
         levels: Different numbers in a tensor, at most.
         absent: Patterns of parameters that are not in it.
         mean_of_clients: What the server sees is the clients' mean, weighted by examples.
-        step: Distance of the numbers to one of which each number is rounded, up or down.
-        largest_number: Size to which a number is cut off before that.
+        step: Distance between the values that numbers are rounded to, up or down.
+        largest_number: Size to which a number is cut off before it is rounded.
         client_norm: L2 norm by which one client moves the sum over clients at most, the noise
             aside, against a client that sends zeros.
         carried: Weights of a round's noise and of those of the rounds before it, in a sum that is
@@ -110,11 +110,11 @@ class Defense:
 
     @property
     def scales_with_update(self) -> bool:
-        """Whether its noise has another scale in each update."""
+        """Whether the scale of its noise depends on the update."""
         return False
 
     def solved(self, local: LocalTraining, budget: Budget) -> "Defense":
-        """Returns the defense with its noise worked out, where an epsilon was given instead.
+        """Returns the defense with its noise worked out, if an epsilon was given instead.
 
         Raises:
             ConfigError: No noise is enough for that epsilon.
@@ -130,7 +130,7 @@ class Defense:
         return update
 
     def update_claims(self, local: LocalTraining, num_examples: int) -> Claims:
-        """Returns what it says of an update of a client that has so many examples."""
+        """Returns its claims about an update of a client with so many examples."""
         return Claims()
 
     def event(self, local: LocalTraining, num_examples: int, round: int) -> Event | None:
@@ -187,12 +187,12 @@ class NoiseOrEpsilon(Defense):
 class TrustedAggregator(Defense, ABC):
     """A defense between the clients and the attacker, used by all clients.
 
-    The updates of a round are held until all have come. What is seen and trained with then is one
-    update, which `combined` makes of them, and no client's own. It changes a client's update after
-    all other defenses, wherever it stands in the file.
+    The updates of a round are held until all have come. Then `combined` makes one update of them,
+    and only this one is seen and trained with. It changes a client's update after all other
+    defenses, wherever it stands in the file.
 
     Attributes:
-        sights: What an attacker may see, `threat.sees`; the first is what it sees if nobody says.
+        sights: What an attacker may see, `threat.sees`; the first is the default.
         trust: For whom its guarantee does not hold; None: it has none, or nobody has to be trusted.
     """
 
@@ -205,34 +205,34 @@ class TrustedAggregator(Defense, ABC):
         """Returns the update that stands for the round.
 
         Args:
-            updates: Of a round's clients in order, as they were sent; one in memory at a time.
-            rng: Of the round; all that is random is drawn from it.
+            updates: The clients' updates in order, as they were sent; one in memory at a time.
+            rng: The random stream of the round, for all random draws.
         """
 
     def corrected(
         self, update: ClientUpdate, earlier: Sequence[torch.Generator], clients: int, kept: Noises
     ) -> ClientUpdate:
-        """Returns what `combined` made, with noise that depends on that of earlier rounds.
+        """Returns the result of `combined`, with noise that depends on earlier rounds' noise.
 
         Args:
-            update: Of so many clients.
+            update: What `combined` returned.
             earlier: The random stream of each round before, from the first on.
-            clients: Whose updates are in it.
-            kept: Noise of earlier rounds; here is kept what the next round needs of it.
+            clients: How many clients' updates are in it.
+            kept: Noise of earlier rounds; this method adds what the next round needs.
         """
         return update
 
     def after(self, updates: Iterable[ClientUpdate], *, rng: torch.Generator) -> Self:
-        """Returns what combines the next round, where that depends on the updates of this one.
+        """Returns the aggregator of the next round, which may depend on this round's updates.
 
         Args:
             updates: As for `combined`.
-            rng: Of the round, for this alone.
+            rng: The random stream of the round, for this method alone.
         """
         return self
 
     def fewest(self, clients: int) -> int:
-        """Returns how many of so many clients have to answer, or there is no update of a round."""
+        """Returns how many of the clients must answer; with fewer, a round has no update."""
         return 1
 
     def weight(self, examples: int) -> int:
@@ -240,7 +240,7 @@ class TrustedAggregator(Defense, ABC):
         return examples
 
     def noise_on_mean(self, clients: int, round: int = 1) -> float:
-        """Returns the standard deviation of the noise on a number of the mean of so many.
+        """Returns the standard deviation of the noise on a number of the mean of so many updates.
 
         It is no smaller in later rounds.
         """

@@ -41,7 +41,7 @@ class AdaptiveClipping(CentralDp):
     rate: Positive = 0.2
 
     def after(self, updates: Iterable[ClientUpdate], *, rng: torch.Generator) -> Self:
-        """Returns it with the norm of the next round."""
+        """Returns the defense with the clipping norm of the next round."""
         short = [norm_of(update) <= self.max_norm for update in updates]
         noise = self._noise_on_count(len(short)) * float(torch.randn((), generator=rng))
         count = sum(0.5 if is_short else -0.5 for is_short in short)

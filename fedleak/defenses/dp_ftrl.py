@@ -48,9 +48,9 @@ class DpFtrl(CentralDp):
 
     @property
     def charge(self) -> float:
-        """How much of the squared norm of the columns of C a round adds, at most.
+        """How much a round adds to the squared norm of the sum of the columns of C, at most.
 
-        That is the squared norm of its own, and twice its products with those of earlier rounds.
+        That is the squared norm of its own column, and twice its products with earlier columns.
         Products get smaller from one diagonal to the next, so `separation` is the worst case.
         """
         column = torch.tensor(self.coefficients, dtype=torch.float64)

@@ -41,7 +41,7 @@ class DpSgd(NoiseOrEpsilon):
 
     def training(self, local: LocalTraining) -> LocalTraining:
         """Returns training with private steps."""
-        # Only claims and obstacles are asked of one whose noise is not worked out yet.
+        # A defense whose noise is not worked out yet is only asked for claims and obstacles.
         noise = self.noise_multiplier or math.nan
         return replace(local, private=PrivateSteps(noise, self.max_grad_norm, self.sampling))
 

@@ -26,8 +26,8 @@ FINEST = 1000
 def hidden_among(clients: int) -> str:
     """Returns what a sum of so many clients hides, in words.
 
-    Who colludes with the server knows its own update and takes it out of the sum, so the anonymity
-    set is the clients without colluders.
+    A client that colludes with the server takes its own update out of the sum, so the anonymity set
+    is the clients without colluders.
     """
     if clients <= 1:
         return "a sum of one client is its update: nothing is hidden"

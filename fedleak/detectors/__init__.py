@@ -25,7 +25,7 @@ Weights = Mapping[str, NDArray[Any]]
 """Parameters by name."""
 
 REFUSED = 1001
-"""Code of the Flower error with which a client refuses a round. Its reason says no more."""
+"""Code of the Flower error with which a client refuses a round. Its reason reveals no more."""
 
 REFUSAL = "this client refuses the round: it does not trust what it was sent"
 
@@ -46,7 +46,7 @@ class Broadcast:
 
 @dataclass(frozen=True, kw_only=True)
 class Own:
-    """What the client can compute on its own batch at the broadcast, each when it is asked for.
+    """What the client can compute on its own batch at the broadcast, each only when it is needed.
 
     Attributes:
         loss: The mean loss: a forward pass.
@@ -72,14 +72,14 @@ class Seen:
         now: What it was sent.
         before: The last broadcast without an alarm that it kept, at first the public checkpoint;
             None: it has neither.
-        shapes: Of the parameters that it was promised.
+        shapes: Shapes of the parameters that it was promised.
         settings, contract: What the server asks for now, and asked for when the client joined.
-        movement: How an honest server moves the model; None: nobody told the client.
-        longest: The L2 norm of the longest gradient of an example of its own, in earlier rounds
-            without an alarm, or of an update where the app hands over no more; None: there is none.
+        movement: How an honest server moves the model; None: the client does not know.
+        longest: The largest L2 norm of a gradient of one of its own examples, in earlier rounds
+            without an alarm; if the app gives only updates, of an update; None: there is none.
         hashes: By round the hashes of its own broadcasts, of this round and of `before`.
         published: By round the hashes that other clients published.
-        own: None: the app does not hand over what this takes.
+        own: What the client can compute on its own batch; None: the app does not provide it.
     """
 
     now: Broadcast
@@ -110,7 +110,7 @@ class Finding:
 
     @property
     def alarm(self) -> bool:
-        """Whether the statistic is above the limit; one that is no number is."""
+        """Whether the statistic is above the limit; NaN counts as above it."""
         known = self.statistic is not None and self.limit is not None
         return known and not self.statistic <= self.limit  # type: ignore[operator]
 
@@ -167,13 +167,13 @@ def look(detectors: Sequence[Detector], seen: Seen) -> list[Finding]:
     """Returns what each detector finds, in their order.
 
     Raises:
-        FedleakError: A detector failed, which is named.
+        FedleakError: A detector failed; the message names it.
     """
     findings = []
     for detector in detectors:
         try:
             findings.append(detector(seen))
-        except Exception as error:  # it may be anybody's detector
+        except Exception as error:  # a plugin may raise anything
             raise FedleakError(
                 f"the detector {detector.kind} failed: {type(error).__name__}: {error}"
             ) from error
@@ -190,11 +190,11 @@ def digest(parameters: Weights) -> str:
 
 
 def matrices(parameters: Weights, but: Sequence[str] = ()) -> Iterator[tuple[str, NDArray[Any]]]:
-    """Yields the matrices of a model by name, those with more axes flattened behind the first.
+    """Yields the matrices of a model by name; more axes are flattened behind the first.
 
     Args:
         parameters: The model.
-        but: Parts of the names of those that are left out.
+        but: Parts of names; parameters with such a part in their name are left out.
     """
     for name, value in sorted(parameters.items()):
         if value.ndim >= 2 and value.dtype.kind == "f" and not any(part in name for part in but):

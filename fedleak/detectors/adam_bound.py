@@ -47,7 +47,7 @@ class AdamBound(Detector):
             allowed = bound + (decay + rounds * movement.steps * ROUNDING) * sizes
             with np.errstate(divide="ignore", invalid="ignore"):
                 share = np.where(moved == 0, 0.0, moved / allowed)
-            # A number that is none counts as the farthest.
+            # NaN counts as the farthest move.
             share = np.nan_to_num(share, nan=np.inf, posinf=np.inf)
             if share.size and float(share.max()) > largest:
                 largest, farthest = float(share.max()), f"a number of {name!r}"

@@ -41,7 +41,7 @@ class DSnr(Detector):
             }
         if not ratios:
             return Finding("a batch of one example has no others")
-        # A ratio that is no number counts as the largest.
+        # A ratio of NaN counts as the largest.
         name = max(ratios, key=lambda name: (math.isnan(ratios[name]), ratios[name]))
         return Finding(
             f"in {name!r} one example's gradient is {ratios[name]:.3g} times those of all others",

@@ -10,7 +10,7 @@ from pydantic import Field
 from fedleak.detectors import Broadcast, Detector, Finding, Seen
 
 ROUNDING = float(np.finfo(np.float32).eps)
-"""Largest relative error of a number that is rounded once, twice over."""
+"""Twice the largest relative error of a number that is rounded once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class Jump(Detector):
 def _moved(before: Broadcast, now: Broadcast) -> tuple[float, float, int]:
     """Returns the squared distance, the length of the model before, and how many numbers it has.
 
-    Of parameters that both have alike; the others are for the detector of shapes.
+    Only parameters of the same shape in both count; the others are for the detector of shapes.
     """
     squares = length = 0.0
     numbers = 0

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 BETA1, BETA2 = 0.9, 0.999
-"""Of Adam, everywhere."""
+"""Adam's decay rates, the same everywhere."""
 
 LONGEST = 7.28
-"""Adam moves a number no farther in any step, in learning rates (`longest_step`)."""
+"""The farthest that Adam moves a number in any step, in learning rates (`longest_step`)."""
 
 COUNTED = 10_000
-"""Steps whose lengths are summed: the server says which round it is, and may say any number."""
+"""The most steps whose lengths are summed: the server states the round, and may state any."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class Movement:
         most: How far an update moves the model at most where clients clip it, its noise aside;
             None: nothing limits that.
         noise: Standard deviation of the noise in a round on each number of the model, at most;
-            None: nobody knows.
+            None: it is not known.
     """
 
     optimiser: Literal["sgd", "adam"] = "sgd"

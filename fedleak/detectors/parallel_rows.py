@@ -10,10 +10,10 @@ from pydantic import Field
 from fedleak.detectors import EMBEDDINGS, SECOND_FACTOR, Detector, Finding, Seen, matrices
 
 FEWEST = 16
-"""Rows from which on a median says something: those of a head of two classes oppose each other."""
+"""The fewest rows for a useful median: the rows of a head of two classes oppose each other."""
 
 MOST = 256
-"""Rows of a matrix that are compared; which, follows from its numbers."""
+"""The most rows of a matrix that are compared; its numbers decide which."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ class Shapes(Detector):
     cost: ClassVar[str] = "nothing to speak of"
 
     def __call__(self, seen: Seen) -> Finding:
-        """Returns how many parameters are others."""
+        """Returns how many parameters differ."""
         here = {name: tuple(value.shape) for name, value in seen.now.parameters.items()}
         others = sorted(
             name

@@ -9,7 +9,7 @@ from pydantic import Field
 from fedleak.detectors import SECOND_FACTOR, Detector, Finding, Seen, matrices
 
 TABLE = 16
-"""Rows from which on a matrix may be a table with one row of zeros, for padding."""
+"""The fewest rows of a matrix that may be a table with one row of zeros, for padding."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,11 +10,11 @@ from fedleak.config.loading import parse
 from fedleak.util.errors import ConfigError
 
 NOT_FOR_CLIENTS = frozenset({"attack", "threat", "gate", "audit", "utility", "workers", "server"})
-"""Tables about what the server does, also of a malicious one: clients are told nothing of it."""
+"""Tables about what the server does, including a malicious one: clients do not receive them."""
 
 
 def client_fingerprint(experiment: Experiment) -> str:
-    """Returns the fingerprint of an experiment as its clients know it, which their vaults carry."""
+    """Returns the fingerprint of the tables that clients receive; their vaults store it."""
     return parse(experiment.model_dump(mode="json", exclude=set(NOT_FOR_CLIENTS))).fingerprint
 
 
@@ -23,10 +23,10 @@ class Assignment:
     """What a client is asked to train.
 
     Attributes:
-        experiment: Without the tables that are not for clients.
-        run_name: Of the server's run directory, for the vault.
-        classes: Names of the classes, in the order of the model's outputs; a node whose data is its
-            own has no other way to know them.
+        experiment: The experiment, without the tables that are not for clients.
+        run_name: The name of the server's run directory, and of the run's folder in the vault.
+        classes: Names of the classes, in the order of the model's outputs; a node with its own data
+            cannot know them otherwise.
     """
 
     experiment: Experiment
@@ -43,7 +43,7 @@ class Assignment:
         """Reads what `to_values` gave.
 
         Raises:
-            ConfigError: It is something else, or an experiment that this fedleak refuses.
+            ConfigError: The values are no assignment, or this fedleak refuses the experiment.
         """
         match values:
             case {"experiment": str(text), "run": str(name), "classes": [*classes]}:

@@ -1,19 +1,19 @@
-"""Which canaries a client takes in, how they get into its update, and what it keeps of them.
+"""Which canaries a client has, how they enter its update, and what the client keeps of them.
 
 There are four ways:
 
-- in steps of DP-SGD, as the gradients of further examples, in the update that is sent: beside the
-  noise they are nothing. They are dummy records of the client's data set, and its own sampler draws
-  them, for a round and for a local step;
+- as the gradients of further examples in steps of DP-SGD, in the update that is sent: they are
+  negligible beside the noise. They are dummy records of the client's data set, and the client's own
+  sampler draws them, for a round and for a local step;
 - as the whole update, plus or minus a direction, where a defense protects all that a client has:
   any two updates are neighbours then, so each canary is in a copy of its own, with fresh noise;
 - added to the update, where nothing bounds what an example contributes;
 - as clients of their own, beside the round's, where a trusted server protects all that a client has
-  (Andrew et al. 2024, "One-shot empirical privacy estimation for federated learning"). Those of a
-  client are there or not in the rounds in which it trains.
+  (Andrew et al. 2024, "One-shot empirical privacy estimation for federated learning"). The canaries
+  of a client are in or out in the rounds in which this client trains.
 
 The last three are made in an audited copy that goes through the same defenses, with the same noise,
-and is never sent or aggregated: it would cost the model something.
+and is never sent or aggregated, because canaries would degrade the model.
 
 Each canary's coin is flipped once for the run, and its places and directions are drawn anew in
 every round. So a canary stands for an example that the client has from the first round to the last,
@@ -43,11 +43,10 @@ from fedleak.training.truth import Coins
 from fedleak.util.rng import stream, stream_seed
 
 TOO_LONG = 10.0
-"""How many times longer a canary is, at most, than what clipping leaves: a missing clip shows, and
-so does one that is too late."""
+"""The largest norm of a canary, in clipping norms: it shows a missing clip, and one too late."""
 
 WITNESSES = 64
-"""Directions that are the same for all updates and are planted in none."""
+"""The most witnesses: directions that are the same for all updates and planted in none."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +54,9 @@ class ClientCanaries:
     """The canaries of one client's update.
 
     Attributes:
-        canaries: Where they are.
-        coins: What the client keeps to itself.
-        planted: As they enter private steps; None: they are in an audited copy.
+        canaries: Their places and directions.
+        coins: Which of them are in, and what else the client keeps to itself.
+        planted: The canaries as they enter private steps; None: they are in an audited copy.
         scale: What a canary adds to a number of the audited copy, per unit of its direction.
     """
 
@@ -67,7 +66,7 @@ class ClientCanaries:
     scale: float
 
     def drawn_in(self, steps: Sequence[Sequence[int]]) -> "ClientCanaries":
-        """Returns them with the steps in which each took part, by the records of each step."""
+        """Returns the canaries with the number of steps that drew each, by the steps' records."""
         if (planted := self.planted) is None:
             return self
         drawn_TK = [planted.records.drawn_canaries(step) for step in steps]
@@ -79,7 +78,7 @@ class ClientCanaries:
     def copies(self, update: ClientUpdate) -> Iterator[tuple[slice, ClientUpdate]]:
         """Yields copies of the update as they would be with canaries, before defenses.
 
-        With each comes which canaries are in it: all, or the one that it is.
+        Each copy comes with the slice of canaries in it: all, or the single one that the copy is.
         """
         inside_K = np.array(self.coins.inside, dtype=np.float32)
         if not self.coins.whole:
@@ -96,13 +95,12 @@ class ClientCanaries:
     def differences(
         self, raw: ClientUpdate, sent: ClientUpdate, defend: Callable[..., ClientUpdate]
     ) -> Tensor:
-        """Returns by how much copies differ at the canaries' numbers, after defenses [S, K].
+        """Returns how defended copies differ from the update at the canaries' numbers [S, K].
 
         Args:
             raw: The update before defenses.
-            sent: After them.
-            defend: Takes a copy, and what its random numbers depend on beside those of the update:
-                nothing, or the number of the copy where it has fresh noise.
+            sent: The update after defenses.
+            defend: Defends a copy. If the copy has fresh noise, its number is a second argument.
         """
         sent_SK = self.canaries.taken(sent.tensors)
         audited_SK = np.empty_like(sent_SK)
@@ -124,17 +122,17 @@ def differences_of_sum(
 ) -> Iterator[tuple[int, Tensor]]:
     """Yields for each client by how much the sum differs at its canaries' numbers [S, K].
 
-    In the audited copy all clients' canaries join the round together. It has the same noise, on the
-    sum.
+    In the audited copy the canaries of all clients join the round together, with the same noise on
+    the sum.
 
     Args:
-        experiment: Says how many canaries each client has.
+        experiment: Sets how many canaries each client has.
         aggregator: Makes the sum.
-        round: Of it.
-        model: Its parameters have canaries.
+        round: The round.
+        model: Has the parameters that canaries are added to.
         combined: The sum without canaries.
-        clients: That are in it.
-        updates: Of them.
+        clients: The clients in the sum.
+        updates: Their updates.
     """
     alone = Protection(experiment.local_training, {0: aggregator}, 1)
     made_of = {
@@ -172,7 +170,7 @@ def witnesses(experiment: Experiment, sizes: Mapping[str, int]) -> Canaries:
 
 
 def sent_sizes(experiment: Experiment, client: int, model: LanguageModel) -> dict[str, int]:
-    """Returns how many numbers each parameter has that a client sends, by name."""
+    """Returns the size of each parameter that a client sends, by name."""
     parameters = model.parameters()
     return {name: parameters[name].numel() for name in sorted(sent_by(experiment, client, model))}
 
@@ -185,14 +183,14 @@ def client_canaries(
     model: LanguageModel,
     texts: Batch,
 ) -> ClientCanaries | None:
-    """Returns the canaries that a client takes in in a round; None: it takes in none.
+    """Returns the canaries of a client in a round; None: it has none.
 
     Args:
-        experiment: Says how many.
+        experiment: Sets how many.
         protection: What the client's defenses do.
-        client: Whose.
-        round: Of the update.
-        model: Its parameters have canaries.
+        client: The client.
+        round: The round.
+        model: Has the parameters that canaries are added to.
         texts: The client's examples: dummies are copies of the shortest and the longest.
     """
     if experiment.canary is None or not experiment.carries_canaries(client):
@@ -225,7 +223,7 @@ def client_canaries(
     )
     if private is not None:
         records = Records(held, canaries.count, poisson)
-        # A set of canaries for each batch of a pass: it is in that batch, and in no other one.
+        # Each batch of a pass has a set of canaries of its own.
         drawn_K = torch.ones_like(coins_K, dtype=torch.bool) if of_fedsgd and not poisson else None
         by_length = sorted(
             range(len(texts.sequences)), key=lambda example: len(texts.sequences[example])
@@ -245,10 +243,10 @@ def client_canaries(
 
 
 def _spread(rng: torch.Generator, round: int) -> list[float]:
-    """Returns a number between 0 and 1 for each dummy; over rounds they are evenly far apart.
+    """Returns a number between 0 and 1 for each dummy; over the rounds they are evenly spaced.
 
-    Multiples of the golden ratio, modulo 1: a clip that is wrong for some norms meets such a norm
-    in the first rounds.
+    They are multiples of the golden ratio, modulo 1, so a clip that is wrong for some norms meets
+    such a norm in the first rounds.
     """
     first = float(torch.rand((), generator=rng))
     golden = (math.sqrt(5) - 1) / 2

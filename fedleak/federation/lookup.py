@@ -36,7 +36,7 @@ def of_app(config: Mapping[str, object]) -> tuple[Experiment, Run]:
 
 
 def stored(run: Run) -> Experiment:
-    """Returns the experiment of a run; without its workers, who may be of another machine.
+    """Returns the experiment of a run without `[workers]`, which may describe another machine.
 
     Raises:
         ConfigError: There is no run here.
@@ -83,7 +83,7 @@ def examples(run: Run) -> Examples:
         FedleakError: The run.json is damaged.
     """
     info = run.info()
-    # A run of an older version says both in its experiment.
+    # A run of an older version has both numbers in its experiment.
     counts = info.get("examples") or info["experiment"]["data"]
     match counts:
         case {"training": int(training), "held_out": int(held_out)}:
@@ -98,13 +98,13 @@ def examples(run: Run) -> Examples:
 def client_sizes(run: Run) -> Sequence[int] | None:
     """Returns how many examples each client has; None: its node has not said so yet.
 
-    Nor is it known of a run of an older version whose data is not on nodes.
+    It is also None for a run of an older version whose data is not on nodes.
     """
     return run.info().get("node_examples")
 
 
 def most_examples(experiment: Experiment, run: Run, client: int) -> int:
-    """Returns the most examples that a client can have used in a round, whatever it says.
+    """Returns how many examples a client can have used in a round at most, whatever it reports.
 
     Raises:
         ConfigError: There is no run here.
@@ -116,7 +116,7 @@ def most_examples(experiment: Experiment, run: Run, client: int) -> int:
     elif table.partition == "iid":  # parts of equal sizes, up to one
         most = math.ceil(training / table.clients)
     else:
-        most = training - table.clients + 1  # another client has one at least
+        most = training - table.clients + 1  # each other client has at least one
     local = experiment.local_training
     return min(local.batch_size, most) if local.kind == UpdateKind.GRADIENT else most
 
@@ -155,7 +155,7 @@ def dropped_out(run: Run, round: int) -> frozenset[int]:
 
 
 def aggregator_in(run: Run, experiment: Experiment, round: int) -> TrustedAggregator | None:
-    """Returns what stands between clients and attacker in a round, as rounds before left it."""
+    """Returns the trusted aggregator of a round, with the clipping norm from earlier rounds."""
     aggregator = aggregator_of(experiment)
     noted = run.info().get("clipping_norms", {})
     latest = max((int(other) for other in noted if int(other) <= round), default=None)
@@ -172,7 +172,7 @@ def note_aggregator(run: Run, round: int, aggregator: TrustedAggregator) -> None
 
 
 def absent(run: Run) -> frozenset[Key]:
-    """Returns what is no capture and will be none: of clients that refused, and of no sum."""
+    """Returns keys that never get a capture: of clients that refused, of rounds without a sum."""
     info: Mapping[str, Any] = run.info() if run.exists() else {}
     out, skipped = info.get("dropped_out", {}), info.get("skipped", [])
     not_summed = {str(round): [*out.get(str(round), ()), EVERYONE] for round in skipped}

@@ -24,7 +24,7 @@ class Protection:
 
     Attributes:
         local: How it trains.
-        defenses: What it does, by the place in the experiment file, with all noise worked out.
+        defenses: Its defenses by their place in the experiment file, with all noise worked out.
         num_examples: Examples that it has.
     """
 
@@ -42,13 +42,13 @@ class Protection:
             rng: The random stream of each defense, by its place in the file.
 
         Raises:
-            FedleakError: A defense failed, which is named.
+            FedleakError: A defense failed; the message names it.
         """
         effects = []
         for number, defense in self.defenses.items():
             try:
                 after = defense(update, rng=rng(number))
-            except Exception as error:  # it may be anybody's defense
+            except Exception as error:  # a plugin may raise anything
                 raise FedleakError(
                     f"defense[{number}] ({defense.kind}) failed on an update: "
                     f"{type(error).__name__}: {error}"
@@ -67,26 +67,26 @@ class Protection:
     def noise_scale(self) -> float | None:
         """Returns the standard deviation of all noise on a number of the update.
 
-        None without noise, and where it depends on the update.
+        None: there is no noise, or its scale depends on the update.
         """
         claims = (d.update_claims(self.local, self.num_examples) for d in self.defenses.values())
         scales = [claim.noise_scale for claim in claims if claim.noise_scale is not None]
         return math.hypot(*scales) if scales and not self.scales_with_update() else None
 
     def scales_with_update(self) -> bool:
-        """Returns whether some noise has another scale in each update."""
+        """Returns whether the scale of some noise depends on the update."""
         return any(defense.scales_with_update for defense in self.defenses.values())
 
 
 def protocol_of(experiment: Experiment) -> SecureSum | None:
-    """Returns the secure sum that a protocol makes; None: there is none, or it is modelled."""
+    """Returns the secure sum that a protocol computes; None: no sum, or one without a protocol."""
     aggregator = experiment.aggregator
     runs = isinstance(aggregator, SecureSum) and aggregator.protocol is not None
     return aggregator if runs else None  # type: ignore[return-value]
 
 
 def aggregator_of(experiment: Experiment) -> TrustedAggregator | None:
-    """Returns what stands between clients and attacker, with all noise worked out.
+    """Returns the trusted aggregator, with all noise worked out; None: there is none.
 
     There is one for all clients, so its noise suffices for the client that takes part most often.
 
@@ -102,7 +102,7 @@ def aggregator_of(experiment: Experiment) -> TrustedAggregator | None:
 
 
 def _budget(experiment: Experiment, num_examples: int, rounds: Sequence[int]) -> Budget:
-    """Returns what may be spent; who never takes part spends nothing, and has that of one round."""
+    """Returns a client's privacy budget; a client that never trains gets that of one round."""
     return Budget(
         **experiment.privacy.model_dump(), num_examples=num_examples, rounds=rounds or [1]
     )
@@ -135,7 +135,7 @@ def protection(experiment: Experiment, client: int, num_examples: int) -> Protec
     for number, defense in solved.items():
         if (obstacle := defense.schedule_obstacle(rounds)) is not None:
             raise ConfigError(f"defense[{number}] ({defense.kind}): {obstacle}")
-    # Refuses now what could not be counted after training.
+    # Refuses now what the accountant could not count after training.
     events = [event for round in budget.rounds for event in client_protection.events(round)]
     privacy.compose(events, table.delta, table.accountant)
     return client_protection

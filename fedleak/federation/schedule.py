@@ -10,7 +10,7 @@ from fedleak.util.lists import first_of
 from fedleak.util.rng import stream
 
 MOST_NAMED = 12
-"""Rounds that a sentence names."""
+"""How many rounds a sentence names at most."""
 
 
 def clients_of_round(experiment: Experiment, round: int) -> list[int]:
@@ -44,7 +44,7 @@ def target(experiment: Experiment, round: int) -> int | None:
 
 
 def key_of_sum(experiment: Experiment, round: int) -> Key:
-    """Returns the key of what is captured of a round's sum: of the target's part, if it has one."""
+    """Returns the key of the capture of a round's sum, or of the target's part of the sum."""
     client = target(experiment, round)
     return Key(round, EVERYONE if client is None else client)
 
@@ -57,7 +57,7 @@ def expected_captures(experiment: Experiment) -> list[Key]:
 
 
 def rounds_attacked(experiment: Experiment) -> frozenset[int]:
-    """Returns the rounds of which something is captured, so their models stay."""
+    """Returns the rounds with a capture, whose models are kept."""
     return frozenset(key.round for key in expected_captures(experiment))
 
 
@@ -99,7 +99,7 @@ def captures_made(experiment: Experiment) -> list[Key]:
     """Returns the captures that a run makes, kept or not."""
     rounds = range(1, experiment.federation.rounds + 1)
     if experiment.sees != "updates":
-        # Of a round of another app the sum is not always to be had.
+        # A round of another app may have no sum.
         trained = [round for round in rounds if clients_of_round(experiment, round)]
         return [key_of_sum(experiment, round) for round in trained]
     return list(updates(experiment))

@@ -1,8 +1,8 @@
 """Secrets: made-up texts that are planted in clients' data to find out what a model gives away.
 
-All texts are drawn alike, those that clients get and their twins, whom nobody trains on: a model
-that learnt nothing of the planted ones cannot tell which they are (the null of Carlini et al.,
-"The Secret Sharer", 2019).
+The texts that clients get and their twins, which nobody trains on, are drawn in the same way: a
+model that learnt nothing of the planted texts cannot tell which they are (the null of Carlini et
+al., "The Secret Sharer", 2019).
 """
 
 import re
@@ -21,13 +21,13 @@ from fedleak.util.errors import ConfigError
 from fedleak.util.rng import stream
 
 FEWEST_WORDS = 50
-"""Words that secrets are drawn from: with fewer of them they are much alike."""
+"""The fewest words to draw secrets from: with fewer words, secrets are much alike."""
 
 TRIES = 20
-"""How many texts are drawn for each that is needed, until no two begin alike."""
+"""How many texts are drawn at most for each one needed, until enough have different beginnings."""
 
 NOBODY = -1
-"""Who has a twin."""
+"""The client of a twin: no client has it."""
 
 _SLOT = re.compile(r"\{(word|digit)\}")
 _WORD = re.compile(r"[^\W\d_]{3,12}")
@@ -39,9 +39,9 @@ class Secret:
 
     Attributes:
         ids: Its tokens, special ones included.
-        prompt: So many of them are the beginning.
-        client: Whose data it is in; `NOBODY`: nobody's.
-        count: How many times it is there; 0: it is a twin.
+        prompt: How many of them are the beginning.
+        client: The client whose data contains it; `NOBODY`: no client.
+        count: How many times the data contains it; 0: it is a twin.
     """
 
     ids: tuple[int, ...]
@@ -56,12 +56,12 @@ def secrets(
     """Returns the secrets of an experiment, the planted ones first; none without `[published]`.
 
     Args:
-        experiment: Says how many, and what they look like.
-        held_out: Token ids of texts that no client has, whose words secrets are made of.
+        experiment: Sets how many, and what they look like.
+        held_out: Token ids of texts that no client has; secrets are made of their words.
         model: With its tokenizer.
 
     Raises:
-        ConfigError: Too few words, texts that begin alike, or one that is too long.
+        ConfigError: Too few words, texts that begin alike, or a text that is too long.
     """
     table = experiment.published
     if table is None:
@@ -89,7 +89,7 @@ def secrets(
 def _drawn(
     table: PublishedTable, seed: int, words: Sequence[str], wanted: int
 ) -> list[tuple[str, str]]:
-    """Returns beginnings and whole texts, of which no two begin alike."""
+    """Returns pairs of a beginning and a whole text; all beginnings differ."""
     rng, among = stream(seed, "secrets"), {"word": words, "digit": string.digits}
 
     def draw(slot: re.Match[str]) -> str:

@@ -1,4 +1,4 @@
-"""How one client runs its detectors, round by round, and what it keeps for the next.
+"""How one client runs its detectors in each round, and what it keeps for later rounds.
 
 Nothing here needs torch, so that a client of another app can use it.
 """
@@ -26,8 +26,8 @@ class Watched:
     """What a client noticed in a round.
 
     Attributes:
-        hash: Of the model that it was sent.
-        findings: Each detector, and what it found.
+        hash: The hash of the model that it was sent.
+        findings: Each detector with its finding.
     """
 
     hash: str
@@ -35,7 +35,7 @@ class Watched:
 
     @property
     def alarms(self) -> Sequence[tuple[Detector, Finding]]:
-        """Those that alarm."""
+        """The detectors that alarm, with their findings."""
         return [(detector, finding) for detector, finding in self.findings if finding.alarm]
 
     @property
@@ -71,11 +71,11 @@ def watch(
     """Looks at a broadcast before anything is trained on it, and remembers it if nothing alarms.
 
     Args:
-        memory: Of the client.
-        detectors: That it uses.
-        now: What it was sent.
+        memory: The client's memory.
+        detectors: The detectors that it uses.
+        now: The broadcast.
         settings: What the server asks for.
-        shapes: Of the parameters that it was promised; None: those that it was sent at first.
+        shapes: Shapes of the parameters that it was promised; None: those of its first broadcast.
         movement, own: As in `Seen`.
         checkpoint: Loads the public model of round 1; None: the client has none.
         board: Where hashes are compared; None: nowhere.

@@ -12,11 +12,11 @@ from fedleak.models import CLASSIFICATION, LanguageModel, loading, target_counts
 from fedleak.util.errors import ConfigError
 
 MOST_UNKNOWN = 0.5
-"""The largest fraction of unknown tokens. All unknown words are one token, so finding it finds
-nothing: above this fraction, scores would be about this token and not about words."""
+"""The largest fraction of unknown tokens. All unknown words are one token, which reveals no word:
+above this fraction, scores would be about this token and not about words."""
 
 MOST_CANDIDATES = 10_000
-"""Texts that an attack on membership can be asked about: an answer has some numbers for each."""
+"""The most candidates of an attack on membership: its answer has some numbers for each."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def read_data(experiment: Experiment) -> data.Split:
 def own_workload(
     experiment: Experiment, path: Path, classes: Sequence[str], client: int, model: LanguageModel
 ) -> Workload:
-    """Reads and tokenises the file of a node, all of which is its client's.
+    """Reads and tokenises the file of a node, which holds the data of one client.
 
     Raises:
         ConfigError: A file that cannot be read, or a text that is too long.
@@ -97,7 +97,7 @@ def candidates(
         The texts and their classes; None: the attack has no file of them.
 
     Raises:
-        ConfigError: A file that cannot be read, that has too many or equal texts, or one too long.
+        ConfigError: The file cannot be read, or has too many, equal or too long texts.
     """
     if attack.candidates is None:
         return None
@@ -180,7 +180,7 @@ def divide(experiment: Experiment, split: data.Split, model: LanguageModel) -> W
 def _tokenised(
     texts: Sequence[str], model: LanguageModel, max_length: int | None
 ) -> list[tuple[int, ...]]:
-    """Returns the tokens of each text, of which the loss counts some.
+    """Returns the tokens of each text; the loss counts at least one of them.
 
     Raises:
         ConfigError: A text that is too long, or has no response.
@@ -198,10 +198,10 @@ def _tokenised(
 
 
 def unknown_fraction(workload: Workload, model: LanguageModel) -> float:
-    """Returns how much of the content of all texts is tokens that stand for unknown words.
+    """Returns the share of the content tokens of all texts that stand for unknown words.
 
     Raises:
-        ConfigError: It is most of it, or a text has no content.
+        ConfigError: The share is above `MOST_UNKNOWN`, or a text has no content.
     """
     special, unknown = model.special_ids(), model.unknown_ids()
     sequences = [*workload.sequences, *workload.held_out]

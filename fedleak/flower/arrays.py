@@ -1,7 +1,7 @@
-"""Tensors as Flower's arrays and back, with no copy but the one that the message is.
+"""Converts tensors to Flower's arrays and back; the message is the only copy.
 
-Flower's own way through `numpy.save` and `numpy.load` makes two more of each: of an update of
-BERT's size a second of every client's round.
+Flower's own way through `numpy.save` and `numpy.load` makes two more copies of each tensor: for an
+update of BERT's size this takes a second of every client's round.
 """
 
 import io
@@ -31,17 +31,17 @@ def to_array(tensor: Tensor) -> Array:
 
 
 def to_record(tensors: Mapping[str, Tensor]) -> ArrayRecord:
-    """Returns tensors as `to_array` makes arrays of them."""
+    """Returns a record of tensors, each converted by `to_array`."""
     return ArrayRecord({name: to_array(value) for name, value in tensors.items()})
 
 
 def taken_tensors(record: ArrayRecord) -> dict[str, Tensor]:
     """Takes the arrays out of a record, as tensors in the memory of the message.
 
-    Nobody may write to them: the bytes of a message do not change.
+    Nobody may write to them, because the bytes of a message must not change.
 
     Raises:
-        Any error of NumPy or torch: An array is none.
+        Any error of NumPy or torch: An array is not valid.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
@@ -49,7 +49,7 @@ def taken_tensors(record: ArrayRecord) -> dict[str, Tensor]:
 
 
 def _values(array: Array) -> npt.NDArray[Any]:
-    """Returns the numbers of an array where they are, if they lie there as torch has them."""
+    """Returns the numbers of an array, without a copy if torch can use their layout."""
     if array.stype == _STYPE:
         content = io.BytesIO(array.data)  # which shares the bytes
         if npy.read_magic(content) == (1, 0):

@@ -14,10 +14,10 @@ def train(run: Run, experiment: Experiment, stop: Callable[[], bool] = lambda: F
 
     Args:
         run: The run directory.
-        experiment: What was prepared there.
-        stop: Is asked now and then whether training is to end early.
+        experiment: The experiment that was prepared there.
+        stop: Called now and then; returns whether training is to end early.
 
     Raises:
-        FedleakError: A client failed, the engine did, or training was to stop.
+        FedleakError: A client or the engine failed, or training was to stop.
     """
     ENGINES[experiment.federation.engine](run, experiment, stop)

@@ -1,8 +1,8 @@
 """The `inline` engine: ServerApp and ClientApp in this process, over a small grid.
 
-Messages are copied on their way to a client, so nobody can change what another still holds, and a
-client runs when its reply is pulled, so one update is in memory at a time. The bytes of arrays are
-not copied: nobody can change them.
+Messages are copied on their way to a client, so no app can change what another app still holds. The
+bytes of arrays are immutable and not copied. A client runs when its reply is pulled, so one update
+is in memory at a time.
 """
 
 import copy
@@ -30,11 +30,11 @@ _NOWHERE = logging.NullHandler()
 
 
 class InlineGrid:
-    """All of a grid that is used of one here: its nodes are calls of one ClientApp.
+    """The part of Flower's grid that is used here; its nodes are calls of one ClientApp.
 
     Args:
-        client_app: What they run.
-        num_clients: How many they are.
+        client_app: The app that the nodes run.
+        num_clients: The number of nodes.
         run_config: Settings that the submitter of a run may choose.
         vault: The folder in which each node keeps what it trained on; None: they keep nothing.
     """
@@ -98,8 +98,8 @@ def train(run: Run, experiment: Experiment, stop: Callable[[], bool] = lambda: F
 
     Args:
         run: The run directory.
-        experiment: What was prepared there.
-        stop: Is asked before each client trains.
+        experiment: The experiment that was prepared there.
+        stop: Called before each client trains; returns whether training is to end early.
 
     Raises:
         FedleakError: A client failed, or training was to stop.
@@ -107,8 +107,8 @@ def train(run: Run, experiment: Experiment, stop: Callable[[], bool] = lambda: F
     config = run_config(run.path, nodes_within=0)
     # Flower's own lines would tear the progress bars; what went wrong comes back as an error.
     logging.getLogger("flwr").setLevel(logging.ERROR)
-    # What a client logs may quote its texts: not for the terminal, to which Python turns if a log
-    # has no handler.
+    # A client's log may quote its texts, so it must not reach the terminal, where Python writes if
+    # a log has no handler.
     logging.getLogger("clients").addHandler(_NOWHERE)
     clients, vault = experiment.federation.clients, run.path.absolute().parent
     grid = InlineGrid(client_app, clients, config, vault=vault, stop=stop)

@@ -23,11 +23,11 @@ POLL_SECONDS = 5.0
 
 
 def run_config(path: Path, *, nodes_within: int) -> dict[str, bool | float | int | str]:
-    """Returns what our own engines tell the ServerApp: to train in a run directory, no more.
+    """Returns the run config of our own engines: the ServerApp trains in a run directory, no more.
 
     Args:
         path: The run directory.
-        nodes_within: Seconds that it waits for nodes.
+        nodes_within: Seconds that the ServerApp waits for nodes.
     """
     return {
         "experiment": str(path / "run.json"),
@@ -39,12 +39,12 @@ def run_config(path: Path, *, nodes_within: int) -> dict[str, bool | float | int
 
 
 class FlowerRun(NamedTuple):
-    """A run as `flwr ls` has it.
+    """A run as `flwr ls` lists it.
 
     Attributes:
         number: Its id.
         status: Such as `running` or `finished:failed`.
-        details: Why, if it failed.
+        details: Why it failed, if it did.
     """
 
     number: str
@@ -53,7 +53,7 @@ class FlowerRun(NamedTuple):
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more comes of it."""
+        """Whether the run has ended."""
         return self.status.startswith("finished")
 
 
@@ -67,9 +67,9 @@ def follow(
 
     Args:
         superlink: Name of the connection in Flower's configuration.
-        number: Of the run; None: the newest.
-        report: Is told of each new status.
-        patience: Seconds in which the SuperLink may be out of reach, as when it starts again.
+        number: The number of the run; None: the newest run.
+        report: Called with each new status.
+        patience: Seconds for which the SuperLink may be unreachable, for example while it restarts.
 
     Raises:
         ConfigError: The patience is no number of seconds, or there is no such connection or run.
@@ -151,7 +151,7 @@ def _connections() -> dict[str, Any]:
 
 
 def certificate_problem(superlink: str) -> str | None:
-    """Returns why the certificate of a SuperLink is refused, which `flwr` does not say.
+    """Returns why the certificate of a SuperLink is refused, which `flwr` does not report.
 
     None: it is not refused, or nobody answers.
     """
@@ -188,9 +188,9 @@ def flwr(*arguments: str) -> dict[str, Any]:
     """Runs a `flwr` command and returns its answer.
 
     Raises:
-        SilentError: It has none, or says that it failed.
+        SilentError: The command gives no answer, or reports that it failed.
     """
-    # The `flwr` beside this Python, and another one only where there is none.
+    # The `flwr` beside this Python; another one only if there is none.
     path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
     try:
         done = subprocess.run(
@@ -210,7 +210,7 @@ def answer_of(command: str, output: str) -> dict[str, Any]:
     """Returns the JSON that a `flwr` command wrote.
 
     Raises:
-        SilentError: There is none, or it says that the command failed.
+        SilentError: There is no JSON, or it reports that the command failed.
     """
     try:
         answer: dict[str, Any] = json.loads(output)

@@ -6,8 +6,9 @@
 Flower and Ray leave processes behind, in sessions of their own, when they are interrupted. So
 fedleak starts one process only, a keeper, and the keeper starts the others. It holds the end of a
 pipe from fedleak: once training ends, or fedleak does in whatever way (Ctrl-C, SIGTERM, SIGKILL),
-it ends all that descends from it and removes their folder. On Linux orphans become the keeper's
-children, so that none can hide; elsewhere one whose parent died early can outlive it.
+it ends all that descends from it and removes their folder. On Linux, orphans become the keeper's
+children, so that none can hide; on other systems, a process whose parent died early can outlive the
+keeper.
 """
 
 # Run and Experiment bring torch along, which the keeper has no use for.
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from fedleak.store.run import Run
 
 NAME = "fedleak"
-"""Of the connection to our SuperLink, in Flower's configuration."""
+"""The name of the connection to our SuperLink in Flower's configuration."""
 
 FAILED = "Simulation failed with exception: "  # how Flower begins the text of an exception
 POLL_SECONDS = 0.1
@@ -50,11 +51,11 @@ def train(run: Run, experiment: Experiment, stop: Callable[[], bool] = lambda: F
 
     Args:
         run: The run directory.
-        experiment: What was prepared there.
-        stop: Is asked now and then; what was under way is ended.
+        experiment: The experiment that was prepared there.
+        stop: Called now and then; if it returns true, the simulation is ended.
 
     Raises:
-        FedleakError: A client failed, or Flower did, or training was to stop.
+        FedleakError: A client or Flower failed, or training was to stop.
     """
     from fedleak.util.plain_files import opened
 
@@ -96,7 +97,7 @@ def keep(run_path: Path, clients: int) -> None:
 
     Raises:
         FedleakError: The simulation failed.
-        SystemExit: The fedleak process is no more, or wants no more.
+        SystemExit: The fedleak process has ended, or wants to stop.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -154,7 +155,7 @@ def flwr(*arguments: str) -> dict[str, Any]:
     """Runs a `flwr` command and returns its answer.
 
     Raises:
-        FedleakError: It has none, or says that it failed.
+        FedleakError: The command gives no answer, or reports that it failed.
     """
     with tempfile.TemporaryFile("w+") as output:
         call("flwr", *arguments, "--format", "json", output=output)
@@ -220,7 +221,8 @@ def federation(clients: int) -> str:
 def environment(folder: Path, run_path: Path, given: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables that keep Flower and Ray to this machine and this folder.
 
-    And one for the clients, whose machine this is too: where they keep what they trained on.
+    One more is for the clients, which run on this machine too: where they keep what they trained
+    on.
     """
     direct = [given.get("no_proxy", given.get("NO_PROXY", "")), "127.0.0.1", "localhost"]
     return {

@@ -57,7 +57,7 @@ def families() -> Mapping[str, ModelFamily]:
     for name, make in found_families().kinds.items():
         try:
             made[name] = make()
-        except Exception as error:  # noqa: BLE001 - it may be anybody's class
+        except Exception as error:  # noqa: BLE001 - a plugin may raise anything
             _log.warning("the model family %r cannot be used: %s", name, error)
     return made
 
@@ -246,10 +246,10 @@ def batch_loss(
 
 
 def is_target(model: LanguageModel, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """Returns which tokens next-token training counts [B, T]: the one place that says so.
+    """Returns which tokens next-token training counts [B, T]: only this function decides it.
 
-    They are all but the first; with a response template those behind the last place where it
-    stands, and none of a text without it, as in TRL's `DataCollatorForCompletionOnlyLM`.
+    They are all but the first; with a response template, those behind its last occurrence, and none
+    in a text without it, as in TRL's `DataCollatorForCompletionOnlyLM`.
     """
     template, place_T = model.response_template, torch.arange(ids_BT.shape[1], device=ids_BT.device)
     there_BT = mask_BT != 0
@@ -280,7 +280,7 @@ def target_counts(model: LanguageModel, sequences: Sequence[Sequence[int]]) -> l
 def example_losses(
     model: LanguageModel, ids_BT: Tensor, mask_BT: Tensor, labels_B: Tensor
 ) -> Tensor:
-    """Returns each example's own mean loss [B], which no other example has a part in.
+    """Returns each example's own mean loss [B], which no other example affects.
 
     For a classifier their mean is `batch_loss`. For a causal model, `batch_loss` weighs tokens
     alike, and this mean weighs texts alike.

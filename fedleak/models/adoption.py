@@ -61,7 +61,7 @@ def adopt(
     tokenizer, config = copy.deepcopy(tokenizer), copy.deepcopy(theirs.config)
     check_tokenizer_(named, tokenizer, config.vocab_size, task)
     set_up_(config, tokenizer)
-    # To draw what is overwritten below would take longer than a client's step.
+    # To draw random weights, which are overwritten below, would take longer than a client's step.
     with torch.random.fork_rng(devices=[]), no_init_weights():
         own = auto_class(task).from_config(config, dtype=torch.float32)
     own.tie_weights()
@@ -170,7 +170,7 @@ def _adapters(module: nn.Module) -> Any:
 
 
 def _copy_weights_(own: nn.Module, theirs: nn.Module, named: str) -> None:
-    """Makes the weights of a copy those of the original, and trains what that trains."""
+    """Copies the original's weights, and trains the parameters that the original trains."""
     named_theirs = ((plain(name), parameter) for name, parameter in theirs.named_parameters())
     source = {name: parameter for name, parameter in named_theirs if name is not None}
     copies = dict(own.named_parameters())

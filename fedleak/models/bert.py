@@ -37,7 +37,7 @@ class Bert(ModelFamily):
     feed_forward_norm: ClassVar[str] = "bert.encoder.layer.0.attention.output.LayerNorm.weight"
 
     def null_parameters(self, names: Iterable[str]) -> frozenset[str]:
-        """Returns the key biases: one shifts a query's scores all alike, which softmax ignores."""
+        """Returns the key biases: they shift all scores of a query alike, which softmax ignores."""
         return frozenset(name for name in names if name.endswith(".attention.self.key.bias"))
 
     def token_table(self, module: nn.Module) -> TokenTable:

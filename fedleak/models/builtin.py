@@ -55,7 +55,7 @@ def folder(name: str) -> Path:
     with FileLock(f"{made}.lock"):
         if not made.is_dir():
             part = Path(f"{made}.part")
-            shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
+            shutil.rmtree(part, ignore_errors=True)  # left by a process that was killed
             part.mkdir()
             tokenizer, model = _MAKE[name]()
             tokenizer.save_pretrained(part)

@@ -103,8 +103,8 @@ class FirstBlock:
         leave: (residual [N, D], mixed values [N, H K]) -> inputs [N, D] of the next attention.
         behind: (ids_N, positions_N, gradients [N, D] of `TokenTable.embed`, their part [N, D] at
             the attention input that comes through queries, keys and values) -> gradients at mixed
-            values [N, F, H K]: the first row, and rows that any number of times may be added to it,
-            because a norm hides them. None where nobody needs it.
+            values [N, F, H K]: the first row, and rows of which any multiple may be added to it,
+            because a norm hides them. None if nobody needs it.
     """
 
     num_heads: int
@@ -118,7 +118,7 @@ class FirstBlock:
 class ModelFamily(Protocol):
     """An architecture, found by `config.model_type`. Parameters are named, never counted.
 
-    A class that inherits gets what is alike in most decoders.
+    A class that inherits from it gets what most decoders have in common.
 
     Attributes:
         model_type: The name that `config.model_type` has.
@@ -150,7 +150,7 @@ class ModelFamily(Protocol):
         """Returns the weights of a layer, without adapters, by what they are.
 
         q, k, v: of query, key and value; o: attention output; f, p: first and second
-        feed-forward. What one parameter holds together is named together: "qkv".
+        feed-forward. The letters of what one parameter holds together stand together: "qkv".
         """
         return {
             letters: tuple(f"{self.layers}.{layer}.{name}.weight" for name in names)
@@ -175,7 +175,7 @@ class ModelFamily(Protocol):
         return {part: tensors[name] for part, name in named if name in tensors}
 
     def attention_gradients(self, tensors: Mapping[str, Tensor], layer: int) -> list[Tensor]:
-        """Returns all gradients [O, I] there of what multiplies the attention input of a layer.
+        """Returns the gradients [O, I] in `tensors` of weights on a layer's attention input.
 
         They are those of `projections`, and those of the adapters' first matrices.
         """
@@ -261,7 +261,7 @@ def lora_b(name: str) -> str:
 
 
 def _held(tensors: Mapping[str, Tensor], names: Iterable[str]) -> list[Tensor]:
-    """Returns the tensors of those names that are there."""
+    """Returns the tensors of the given names, without names that are missing."""
     return [tensors[name] for name in names if name in tensors]
 
 

@@ -1,7 +1,7 @@
 """GPT-2-like decoders: learned absolute positions, LayerNorm before each sub-layer.
 
 GPT-2 keeps query, key and value in one `Conv1D`, a linear layer whose weight is [I, 3 O]: the
-transpose of what `nn.Linear` has. Only this file knows. Of the fused bias, only the third that
+transpose of what `nn.Linear` has. Only this file knows this. In the fused bias, only the third that
 shifts keys has no gradient.
 """
 

@@ -1,8 +1,8 @@
 """LLaMA-like decoders: rotary positions, RMSNorm before each sub-layer, shared keys and values.
 
 A position rotates queries and keys and is in no attention input. So a key's bias shifts scores
-differently, and has a gradient. Where there are fewer key-value heads than query heads, each serves
-as many query heads in a row.
+differently, and has a gradient. If there are fewer key-value heads than query heads, several query
+heads in a row share one.
 """
 
 from collections.abc import Mapping

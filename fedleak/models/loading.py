@@ -30,7 +30,7 @@ _LONGEST = 160
 """Characters of another library's error that a message repeats."""
 
 MOST_LAYERS = 10_000
-"""Of a model: each is made before anything of its weights is looked at."""
+"""The most layers of a model: all are built before any of its weights is checked."""
 
 
 def load(spec: ModelSpec, *, weights: bool = True) -> LanguageModel:
@@ -43,7 +43,7 @@ def load(spec: ModelSpec, *, weights: bool = True) -> LanguageModel:
     Raises:
         ConfigError: No such model, or an architecture, task or adapter that is not supported.
     """
-    # What adapters are added to does not travel.
+    # The weights that adapters are added to are never sent.
     return _make(spec, checkpoint=weights or spec.lora is not None)
 
 
@@ -98,7 +98,7 @@ def load_checkpoint(
 def outline(spec: ModelSpec) -> LanguageModel:
     """Returns a model with its tokenizer and its parameters' names, but without weights.
 
-    As long as its files stay as they are, it is the same one for all: it is not to be changed.
+    As long as its files stay as they are, all callers share it, so nobody may change it.
 
     Raises:
         ConfigError: No such model, or an architecture, task or adapter that is not supported.
@@ -123,7 +123,7 @@ def _outline(spec: ModelSpec) -> LanguageModel:
 
 
 def _files(folder: str) -> Hashable:
-    """Returns what differs once a file of a folder was written, replaced, added or removed."""
+    """Returns a value that changes if a file of a folder is written, replaced, added or removed."""
     with os.scandir(folder) as entries:
         looked_at = [(entry.path, entry.stat()) for entry in entries if entry.is_file()]
     return tuple(
@@ -187,10 +187,10 @@ def _make(spec: ModelSpec, *, checkpoint: bool, whole: bool = False) -> Language
 def template_ids(tokenizer: Any, template: str) -> tuple[int, ...]:
     """Returns the tokens of a response template as they stand in a text, behind a line break.
 
-    At the beginning of a text many tokenizers make other tokens of it.
+    At the beginning of a text, many tokenizers make other tokens of the template.
 
     Raises:
-        ConfigError: It has none.
+        ConfigError: The template has no tokens.
     """
     ids, words = tokenizer.encode(f"\n{template}", add_special_tokens=False), template.strip()
     while words and words in tokenizer.decode(ids[1:]):
@@ -284,7 +284,7 @@ def family_of(named: str, config: Any, task: str) -> ModelFamily:
         task: "sequence-classification" or "causal-lm".
 
     Raises:
-        ConfigError: None that is known, or one that cannot do this.
+        ConfigError: The family is not known, or cannot do the task.
     """
     family = families().get(config.model_type)
     if family is None:

@@ -17,7 +17,7 @@ _INSIDE = frozenset({"_orig_mod", "_module", "_fsdp_wrapped_module", "_checkpoin
 """Words that torch.compile, Opacus and FSDP put anywhere in a name."""
 
 _ADAPTER = "default"
-"""What fedleak calls an adapter, as peft does if nobody says otherwise."""
+"""The name that fedleak gives an adapter, which is peft's default."""
 
 _LONGEST = 200
 """Characters of a name that are repeated in an error."""
@@ -51,15 +51,15 @@ def matched(given: Iterable[str], module: nn.Module) -> dict[str, str]:
     """Returns the parameter of a model that each given name means.
 
     A name means the parameter whose name it ends with. Names of buffers, and of copies that peft
-    does not train, mean none and are left out. A tied parameter has several names, and with or
-    without a wrapper's words any has more: two given names may mean one.
+    does not train, mean none and are left out. A tied parameter has several names, and wrappers add
+    others: two given names may mean one parameter.
 
     Args:
-        given: As a wrapper has them, or a file.
+        given: The names in a wrapper or a file.
         module: The model, without wrappers.
 
     Raises:
-        ConfigError: A name that means nothing here.
+        ConfigError: A name that means no parameter of the model.
     """
     names = _names(module)
     buffers = {name for name, _ in module.named_buffers()}

@@ -2,9 +2,9 @@
 
 Li et al. 2024, "Seeing the Forest through the Trees: Data Leakage from Partial Transformer
 Gradients": q, k, v, o, f and p are weights of a layer, without biases, and t is all of it. A number
-is the layer's, from 1; without one a letter is of every layer. The words `embeddings` and
-`classifier` are for what is before the layers and behind them. BERT's pooler, a decoder's last norm
-and the output layer of a next-token model are in no part.
+is that of the layer, from 1; a letter without a number means every layer. The words `embeddings`
+and `classifier` are for what is before the layers and behind them. BERT's pooler, a decoder's last
+norm and the output layer of a next-token model are in no part.
 
 Departs from the authors' code, whose selector of p finds the attention output matrix as well.
 """

@@ -74,7 +74,7 @@ class Prior:
         Args:
             ids_NT: The victim's token ids.
             mask_NT: 1 on real tokens, which come first in each row.
-            stop: Asked before each pass; if it says so, those candidates are infinite instead.
+            stop: Called before each pass; if it returns true, the pass's candidates get infinity.
         """
         tokens_NT = ids_NT.masked_fill(mask_NT == 0, _NONE)
         tokens_UT, which_N = torch.unique(tokens_NT, dim=0, return_inverse=True)
@@ -90,10 +90,10 @@ class Prior:
         return nll_U[which_N]
 
     def next_token(self, ids_NT: Tensor) -> Tensor:
-        """Returns the log probability [N, V] of the victim's token after beginnings of one length.
+        """Returns the log probability [N, V] of each victim token after beginnings of one length.
 
-        All are alike to a prior of another vocabulary, and so are those after more tokens than it
-        has positions for: then it is [1, 1] zero.
+        A prior with another vocabulary, or with fewer positions than a beginning has tokens, cannot
+        tell tokens apart: then the result is a zero [1, 1].
 
         Args:
             ids_NT: The victim's token ids, at least one in each row.
@@ -205,7 +205,7 @@ def outline(named: str, name: str) -> tuple[Any, Any]:
 def _causal_outline(name: str, source: str) -> tuple[Any, Any]:
     """Returns config and tokenizer of a model that predicts the next token.
 
-    A refusal is not kept, so a mended model is found.
+    A refusal is not cached, so a repaired model is found.
     """
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,

@@ -271,7 +271,7 @@ def save(prior: Prior, folder: Path) -> None:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yields a folder to write to that gets its name when all is written, and else vanishes.
+    """Yields a folder to write to; it gets its name when all is written, and is removed otherwise.
 
     Raises:
         ConfigError: The name is taken, or nothing can be written there.

@@ -17,7 +17,7 @@ from fedleak.privacy.sampling import least_likely
 from fedleak.util.errors import ConfigError
 
 ALARM = 0.001
-"""How often a training that does what it announces is accused."""
+"""How often an alarm accuses a training that does what it announces."""
 
 TESTS = 5
 """The error of an alarm is divided among the three bounds on the training, that on a step, and the
@@ -88,8 +88,8 @@ class Audit:
         """Returns what the canaries show beside what is announced.
 
         Args:
-            epsilon: What an accountant says of the whole training.
-            delta: Of both.
+            epsilon: An accountant's epsilon of the whole training.
+            delta: The delta of that epsilon and of the bounds.
             noise_multiplier: Standard deviation of the noise, in clipping norms.
             sampling_rate: Probability with which a step takes a record, where it is drawn by itself
                 (Poisson sampling); 1: no amplification is announced.
@@ -103,7 +103,7 @@ class Audit:
         scores_TK, drawn_TK = np.array(self._scores), np.array(self._drawn)
 
         def training(certain: float) -> Bounds:
-            # Who takes part in which step is public only where no amplification is announced.
+            # Who takes part in which step is public only if no amplification is announced.
             seen_TK = scores_TK
             if sampling_rate == 1:
                 uses_K = np.maximum(drawn_TK.sum(0), 1)

@@ -1,14 +1,14 @@
 """Canaries: made-up gradients of random direction that an audit looks for in an update.
 
-Each canary is a Gaussian vector on numbers of the update that no other canary uses: every few
-numbers there is one, of each canary in turn, from a random first one on. Only a seed is kept; the
-vectors are drawn again where they are needed.
+Each canary is a Gaussian vector on numbers of the update that no other canary uses: from a random
+first number on, every few numbers one belongs to a canary, to each in turn. Only a seed is kept;
+the vectors are drawn again where they are needed.
 
 The score of a canary is z = sqrt(s) <u, c> / (|u| |c|) on its numbers (the cosine of Andrew et al.
 2024, "One-shot empirical privacy estimation for federated learning", section 3, on s of the
 numbers). A canary that is not in the update is independent of it, so its z has mean 0 and variance
-1 and is nearly normal, whatever the update is. One that is in has the mean C / sigma where it has
-the norm C and the noise on each number the standard deviation sigma.
+1 and is nearly normal, whatever the update is. For a canary that is in, z has the mean C / sigma,
+if C is its norm and sigma the standard deviation of the noise on each number.
 
 Updates are NumPy arrays or torch tensors by name. Torch is not imported here.
 
@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 from fedleak.util.rng import stream_seed
 
 MOST_NUMBERS, FEWEST_NUMBERS = 4096, 256
-"""Numbers of a canary: scores end at the square root of them, and are nearly normal above the
-second."""
+"""The most and the fewest numbers of a canary: a score is at most the square root of their number,
+and nearly normal from the second on."""
 
 Floats = NDArray[np.floating[Any]]
 Tensors = Mapping[str, Any]
@@ -42,7 +42,7 @@ class Canaries:
     Attributes:
         sizes: How many numbers each parameter that is sent has, by name.
         count: Canaries.
-        seed: Of their places and directions.
+        seed: The seed of their places and directions.
     """
 
     sizes: Mapping[str, int]
@@ -109,9 +109,9 @@ class Canaries:
         }
 
     def _places(self, canary: int | None = None) -> Iterator[tuple[str, slice, slice]]:
-        """Yields which numbers of a parameter are canaries', and which of all of theirs they are.
+        """Yields which numbers of a parameter belong to canaries, and their places among these.
 
-        The i-th of them belongs to canary i modulo K. With `canary` only its own are meant.
+        The i-th of them belongs to canary i modulo K. With `canary`, only this canary's are meant.
         """
         total = self.numbers * self.count
         stride = sum(self.sizes.values()) // total
@@ -190,7 +190,7 @@ def log_ratios(
         scores_K: In one update.
         mu: Mean of the score of a canary that is in every step.
         rate: Probability to be in a step.
-        steps: That the update is made of.
+        steps: Steps that the update is made of.
         numbers: S of the canaries.
     """
     from scipy.special import gammaln, logsumexp  # here, because it takes a while

@@ -4,7 +4,7 @@ A canary is in or out by a fair coin that the auditor does not see, and every ca
 What each bound assumes:
 
 - `gaussian_bound`: that a score is N(0, 1) for a canary that is out and N(mu, 1) for one that is
-  in. So it is where Gaussian noise is added and no canary is sampled.
+  in. This holds if Gaussian noise is added and no canary is sampled.
 - `f_dp_bound` (Mahloujifar, Melis, Chaudhuri 2025, "Auditing f-differential privacy in one run",
   algorithm 3): that the mechanism's trade-off curve is that of a Gaussian mechanism.
 - `epsilon_delta_bound` (Steinke, Nasr, Jagielski 2023, "Privacy auditing with one (1) training
@@ -25,14 +25,14 @@ from functools import cache
 import numpy as np
 
 SHARES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
-"""Shares of the canaries that a guesser may commit itself on."""
+"""Shares of the canaries that a guesser may guess on."""
 
 UNBOUNDED_MU = 10.0
 """How far apart scores are expected to be where no noise is announced."""
 
 LARGEST_MU, SMALLEST_MU = 500.0, 1e-4
-"""Ends of the search for mu. Scores end far below the first: they grow with the square root of
-the numbers that a canary is spread over. An epsilon of the second is nothing."""
+"""Ends of the search for mu. Scores stay far below the first: they grow with the square root of the
+numbers that a canary is spread over. The epsilon of the second is negligible."""
 
 
 def gaussian_delta(epsilon: float, mu: float) -> float:
@@ -164,7 +164,7 @@ class Rule:
 def settled_rule(m: int, mu: float, *, two_sided: bool) -> Rule:
     """Returns the rule that says most, if scores are N(0, 1) and N(mu, 1).
 
-    It may depend on anything but scores and coins: `mu` is what is announced. The wrong one costs
+    It may depend on anything but scores and coins: `mu` is what is announced. A wrong `mu` costs
     power, never validity.
     """
     from scipy.optimize import brentq
@@ -173,7 +173,7 @@ def settled_rule(m: int, mu: float, *, two_sided: bool) -> Rule:
     def worth(share: float) -> float:
         count = max(1, round(share * m))
         tail = share / 2 if two_sided else share
-        # The threshold above which so many scores are, of half in and half out.
+        # The threshold above which this share of the scores is, half of them in and half out.
         cut = brentq(lambda t: (ndtr(-t) + ndtr(mu - t)) / 2 - tail, -40.0, mu + 40.0)
         right = min(1.0, float(ndtr(mu - cut)) / (2 * tail))
         low = right - 1.645 * math.sqrt(right * (1 - right) / count) - 1 / count

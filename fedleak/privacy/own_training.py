@@ -64,7 +64,7 @@ class WithDummies:
     """A data set with a dummy record for each canary behind it; torch's loaders take it.
 
     Its items are pairs: an item of the data set, and the number of the canary that it is a dummy
-    of; -1 for an example. A dummy is a copy of an example, so it takes the way of one.
+    of; -1 for an example. A dummy is a copy of an example, so it is processed like one.
 
     Attributes:
         examples: The data set.
@@ -99,10 +99,10 @@ def bounds(
     """Returns lower bounds on the epsilon of a whole training.
 
     What is announced about noise and sampling decides how scores of several steps are added and how
-    many guesses are made. If it is wrong the bounds are lower, and hold all the same.
+    many guesses are made. If this is wrong, the bounds are lower, and still hold.
 
     Args:
-        scores: Of each step, from `Canaries.score` [T, K], or of one [K].
+        scores: The scores of each step, from `Canaries.score` [T, K], or of one step [K].
         coins: Whether each canary is in; with `signed`, whether its sign is plus [K].
         delta: Of the epsilon.
         noise_multiplier: Announced: standard deviation of the noise, in sensitivities.

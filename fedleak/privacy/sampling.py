@@ -1,4 +1,4 @@
-"""Poisson sampling put to the test: is every record in every step by a coin of its own?
+"""Tests Poisson sampling: does a coin of its own decide for each record and step?
 
 Shapes: T steps, R records.
 """
@@ -10,18 +10,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 MOST_DRAWS, MOST_PAIRED = 2**24, 256
-"""Steps times records that are looked at; and the first steps, and the first records, of which all
-pairs are."""
+"""The most draws (steps times records) that are looked at; and how many first steps, and first
+records, are compared in all pairs."""
 
 
 class Drawn(NamedTuple):
     """A count of draws that is least likely under Poisson sampling.
 
     Attributes:
-        taken, draws: So many of so many draws took a record.
+        taken, draws: `taken` of `draws` draws took a record.
         of: Which draws they are.
         rate: The share of them that should have.
-        p: Of a count that is as unlikely, corrected for all counts that were looked at.
+        p: Probability of so unlikely a count, corrected for all counts that were looked at.
     """
 
     taken: int

@@ -1,20 +1,20 @@
 """What a malicious server changes of the model that it sends: one file per mode.
 
 A mode is a frozen dataclass of its settings with a `kind`, and overrides what it has to do with:
-whom a round is about (`target`), what clients are sent (`broadcast`), what of a sum is the target's
-alone (`isolated`), why it cannot work (`obstacle`), and a sentence on what the server changes
+whom a round is about (`target`), what clients are sent (`broadcast`), the target's own part of a
+sum (`isolated`), why it cannot work (`obstacle`), and a sentence on what the server changes
 (`changes`), which every table and report shows. `[server] mode = "..."` of an experiment file names
 it; its settings are further keys of that table, with bounds as `Annotated[float, Field(gt=0)]`.
 
 A mode sees what any server has: the global model, texts that no client has, and a random stream of
-the seed, which is the same whenever a round is asked for. So a resumed round sends the same. It
-returns the parameters that it changes, and leaves the model that it is given alone. What is
-captured in such a round is attacked at the model that its target was sent; without a target all
-clients are sent the same, and each update, or the sum, is captured. The honest model stays in
-`models/` of the run directory, and the one that was sent stands beside it. A mode knows neither
-Flower nor the run directory. An attack that reads what a mode has planted may import the mode's
-file. `fedleak list` prints the first line of the docstring, and
-`tests/server_modes/test_contract.py` picks up every mode that is here.
+the seed, which is the same each time a round is made. So a resumed round sends the same. It returns
+the parameters that it changes, and leaves the model that it is given alone. What is captured in
+such a round is attacked at the model that its target was sent; without a target all clients are
+sent the same, and each update, or the sum, is captured. The honest model stays in `models/` of the
+run directory, and the one that was sent stands beside it. A mode knows neither Flower nor the run
+directory. An attack that reads what a mode has planted may import the mode's file. `fedleak list`
+prints the first line of the docstring, and `tests/server_modes/test_contract.py` picks up every
+mode that is here.
 """
 
 import sys
@@ -35,7 +35,7 @@ from fedleak.util.plugins import discover, no_dataclass_of
 
 @dataclass(frozen=True, kw_only=True)
 class ModeSetting:
-    """What a mode can be told before anything is trained: enough to refuse it early.
+    """What is known to a mode before anything is trained: enough to refuse it early.
 
     Attributes:
         sees: What the server sees: each client's update, or the sum of a round's.
@@ -75,12 +75,12 @@ class ServerMode:
     def target(self, clients: Sequence[int], round: int, *, rng: torch.Generator) -> int | None:
         """Returns the client that a round is about; None: it is about all of them.
 
-        What is captured is the target's update then, and of a sum the target's part.
+        With a target, only its update is captured, or its part of a sum.
 
         Args:
             clients: Those that train in the round, in order.
             round: From 1.
-            rng: Of the round.
+            rng: The random stream of the round.
         """
         return None
 
@@ -96,21 +96,21 @@ class ServerMode:
 
         Args:
             model: The global model of the round. It has to be left as it is.
-            targeted: Whether this is for the target, or for all where there is none; if not, it is
-                for the other clients.
+            targeted: Whether the model is for the target, or for all clients if there is no target;
+                if not, it is for the other clients.
             public: Texts that no client has.
-            rng: Of the round; both calls of a round have the same stream.
+            rng: The random stream of the round; both calls of a round have the same.
         """
         return {}
 
     def isolated(self, names: Iterable[str], model: LanguageModel) -> frozenset[str] | None:
-        """Returns those of the parameters in a sum to which nobody but the target contributes.
+        """Returns the parameters of a sum to which nobody but the target contributes.
 
         The capture of a sum holds these alone, scaled to the target's update. None: the mode takes
         nothing out of sums, which are captured as they are.
 
         Args:
-            names: Of the parameters that clients send.
+            names: Names of the parameters that clients send.
             model: With names and shapes; its weights may be missing.
         """
         return None

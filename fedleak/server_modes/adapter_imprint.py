@@ -1,13 +1,13 @@
 """Adapters with which each attention head of the first block looks at one token of a text.
 
-A client with LoRA has its base model from elsewhere, and gets A and B alone. Nothing in an adapter
-is off for some tokens, so it has no bins. But softmax can be: with a query that is large and the
-same for all tokens, a head attends to the one token whose key is farthest along that query. All
-other tokens have no gradient there at the values. So the rows of the gradient of the values' B that
-belong to one head are `sum_s g_s (A x_s)^T`, with one token x_s a text s. The inputs of the first
-block stand in a table of words and positions, and B is as wide as the adapter's rank R: with fewer
-than R texts, the span of these rows tells which words at which positions the head has looked at,
-whatever is in the others.
+A client with LoRA has its base model from elsewhere, and gets only A and B. No part of an adapter
+is off for some tokens, so it has no bins. But softmax can be off for tokens: with a query that is
+large and the same for all tokens, a head attends to the one token whose key is farthest along that
+query. All other tokens have no gradient there at the values. So the rows of the gradient of the
+values' B that belong to one head are `sum_s g_s (A x_s)^T`, with one token x_s of each text s. The
+inputs of the first block stand in a table of words and positions, and B is as wide as the adapter's
+rank R: with fewer than R texts, the span of these rows tells which words at which positions the
+head has looked at, whatever is in the others.
 
 - A norm's output has a linear function that is the same for all tokens (its bias is not zero, and
   the mean is taken away). That is one row of A of the queries.
@@ -118,7 +118,7 @@ class AdapterImprint(ServerMode):
 def adapters(family: ModelFamily) -> tuple[str, str, str] | None:
     """Returns the names of A and B of the first block's queries, and of B of its values.
 
-    None of a family in which no head can be made to look at one token so.
+    None: in this family no head can be made to look at one token in this way.
     """
     if family.feed_forward_norm is None:
         return None
@@ -138,7 +138,7 @@ def constant(input_MD: Tensor) -> Tensor:
 
 @torch.enable_grad()
 def _queries(key_XTHK: Tensor, inside_XT: Tensor, rng: torch.Generator) -> Tensor:
-    """Returns a query of each head [H, K]: most tokens have a head whose largest key they are.
+    """Returns a query of each head [H, K]: most tokens have the largest key of some head.
 
     The first token is left out: it is the same in every text.
     """

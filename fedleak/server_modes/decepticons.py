@@ -6,13 +6,13 @@ other block attends. The rows of all first feed-forward matrices are one random 
 probe, and their biases are quantiles of a normal distribution, those of all blocks one after the
 other. What the neurons write goes into the last number of the stream, which nothing else uses.
 
-The authors' code leans on what a server of fine-tuned models does not have, and is repaired there:
+The authors' code relies on what a server of fine-tuned models does not have. These points differ:
 
 - All texts begin with the same mark there, too, so tags would be alike: the copied word is the
   first one behind what all public texts begin with.
-- The size of position embeddings decides there who is attended to. Here that position has a number
-  of its own, the last one of the stream.
-- Its models are random. Here all norms are made those of a random model: scale 1, no shift.
+- In their code, the size of position embeddings decides which position is attended to. Here that
+  position has a number of its own, the last one of the stream.
+- Their models are random. Here all norms are made those of a random model: scale 1, no shift.
 - A GELU is no step at slope 1, so the slope is a setting.
 - Neighbouring blocks share an edge, as their gradients cannot be subtracted from each other.
 - A classifier looks at one token. So the last block attends to all tokens alike, which the authors
@@ -37,7 +37,7 @@ from fedleak.server_modes.sectors import head_size, weights
 from fedleak.training.observation import Example
 
 _SKEW = 1e8
-"""How much larger the score of the position is that all tokens attend to."""
+"""How much larger the score is of the position that all tokens attend to."""
 
 _WRITTEN = 1e-4
 """What the neurons write, in all."""
@@ -95,7 +95,7 @@ class Decepticons(ServerMode):
         changed = {name: torch.zeros_like(own[name]).cpu() for name in _names(model)}
         for name in _norms(model):
             changed[f"{name}.weight"] += 1
-        # After what all texts begin with comes the word that tags a text.
+        # The word that tags a text comes after the common beginning of all texts.
         anchor = int(len({ids[0] for ids, _ in public}) == 1)
         tables = [family.word_embedding, family.position_embedding, family.token_type_embedding]
         for table in filter(None, tables):
@@ -142,7 +142,7 @@ class Decepticons(ServerMode):
 
 
 class Blocks(NamedTuple):
-    """What a model does that was changed.
+    """What a changed model does.
 
     Attributes:
         tag: Numbers of a tag, which are the first ones of the stream.
@@ -156,7 +156,7 @@ class Blocks(NamedTuple):
 def planted(model: LanguageModel) -> Blocks | None:
     """Returns what the blocks of a model do to tokens; None if it was not changed by this mode.
 
-    All of it stands in the weights, so whoever has the model has it.
+    All of it is in the weights, so whoever has the model knows it.
     """
     if not _norms(model) or not blocks(model):
         return None

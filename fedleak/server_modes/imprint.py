@@ -167,7 +167,7 @@ def not_trained(names: Iterable[str], setting: ModeSetting, model: LanguageModel
 
 
 class Planted(NamedTuple):
-    """What a first block that was imprinted does.
+    """What an imprinted first block does.
 
     Attributes:
         probe_D: The direction that sorts tokens.
@@ -199,7 +199,7 @@ _LEFT = 0.05
 """Queries and keys with larger numbers let tokens attend to some more than to others."""
 
 _FEWEST = 8
-"""Rows of one direction that are no accident."""
+"""The fewest rows of one direction that are no accident."""
 
 
 class Probe(NamedTuple):
@@ -234,7 +234,7 @@ def read_probe(first_ND: Tensor, bias_N: Tensor, gain: float) -> Probe | None:
 def planted(model: LanguageModel) -> Planted | None:
     """Returns what the first block of a model does to tokens; None if it was not imprinted.
 
-    All of it stands in the weights, so whoever has the model has it.
+    All of it is in the weights, so whoever has the model knows it.
     """
     name = model.family.feed_forward_norm
     if name is None:

@@ -46,7 +46,7 @@ class Inconsistent(ServerMode):
         )
 
     def obstacle(self, setting: ModeSetting, model: LanguageModel) -> str | None:
-        """Returns that nothing is summed, or that nobody's part of it can be told."""
+        """Returns that nothing is summed, or that no client's part of the sum can be separated."""
         if setting.sees != "sum":
             return (
                 f"the server sees {setting.sees!r}, and this mode takes one client's update out of "
@@ -86,7 +86,7 @@ class Inconsistent(ServerMode):
         return {name: self.left * parameters[name] for name in _zeroed(parameters, model)}
 
     def isolated(self, names: Iterable[str], model: LanguageModel) -> frozenset[str]:
-        """Returns all but what multiplies or shifts what is not zero at the other clients.
+        """Returns all but those that multiply or shift a value that is not zero at other clients.
 
         With adapters that is the classifier, which is trained beside them and sees the frozen
         model's outputs. Without, it is the classifier's bias: logits depend on nothing else.

@@ -38,7 +38,7 @@ _STEP = 20.0
 
 
 class Sectors(NamedTuple):
-    """What a first block that was imprinted does.
+    """What an imprinted first block does.
 
     Attributes:
         project_KD: A tag is the mean of `project_KD @ x` over the attention inputs up to a token.

@@ -17,7 +17,7 @@ from fedleak.tap.guard import Mod, Next, arrays
 from fedleak.tap.recorder import round_of
 
 NOTHING = 1e-4
-"""Share of its norm that a canary which is out still has: mods that clip divide by the norm."""
+"""Share of its norm that a canary keeps if it is out: mods that clip divide by the norm."""
 
 
 def canary_clients(
@@ -34,13 +34,13 @@ def canary_clients(
     The client of partition i sends canary i in place of its update, or nothing, as its coin says.
     The coin is flipped once, so it is the same in all rounds (Andrew et al. 2024, "One-shot
     empirical privacy estimation for federated learning"). Other clients train as without the mod.
-    Put it last in `mods`, so that what protects an update has it.
+    Put this mod last in `mods`, so that what protects an update also protects the canary.
 
     Args:
         folder: Where clients keep their coins, which the server must not see. One per run.
         count: K, canary clients; the update needs 256 numbers for each.
         norm: L2 norm of a canary before anything clips it. Ten clipping norms show a missing clip.
-        seed: Of the directions; the auditor needs it.
+        seed: The seed of the directions; the auditor needs it.
         signed: Whether a client whose coin says no sends the opposite, and not nothing.
         sends: Whether replies hold weights after training, or an update along which they move.
     """

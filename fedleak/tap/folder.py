@@ -5,8 +5,8 @@
     arrays/r0001-m00003-0.safetensors   one array record of a message, as it was on the wire
     problems.jsonl           what was not kept, and why
 
-Arrays that several messages hold alike are one file. Whatever a client sent is in these files as it
-came, so nothing in them is to be believed: `fedleak.tap.importing` checks it.
+Equal arrays of several messages are one file. These files hold what clients sent, unchanged, so
+nothing in them is to be trusted: `fedleak.tap.importing` checks it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # the core has no torch, and only a reader needs it
     from torch import Tensor
 
 MOST_ROUNDS = 100_000
-"""Rounds of a tap; a message of a later one is damaged."""
+"""The most rounds of a tap; a message of a later round is damaged."""
 
 
 class KeptArrays(Record):
@@ -58,8 +58,8 @@ class TappedMessage(Record):
 
     Attributes:
         way: "sent" to a node for training, "received" from it, or "evaluated": sent for evaluation,
-            which tells what the model was after a round.
-        round: Of the strategy, from 1.
+            which shows the model after a round.
+        round: The round of the strategy, from 1.
         node: Flower's number of the node.
         arrays: Its array records, in order.
         numbers: Its metrics and configs, by the name of the record.
@@ -76,7 +76,7 @@ class Problem(Record):
     """What was not kept.
 
     Attributes:
-        round, node: Of the message; None: it is about no single one.
+        round, node: Of the message; None: the problem is about no single message.
         reason: Why.
     """
 

@@ -1,8 +1,8 @@
 """The tap: a grid around a grid, which hands on all messages and keeps those of training.
 
-The app trains as it would without it. Whatever goes wrong in the tap, a full disk or a reply that
-nobody can read, is said on stderr and in problems.jsonl and goes no further; what goes wrong in the
-app's own grid reaches the app as ever.
+The app trains as it would without the tap. An error in the tap, such as a full disk or a damaged
+reply, is reported on stderr and in problems.jsonl, and does not reach the app. An error in the
+app's own grid reaches the app as usual.
 """
 
 import os
@@ -22,9 +22,9 @@ def tap(grid: Grid, folder: str | os.PathLike[str]) -> Grid:
     """Returns a grid that hands on all messages and keeps those of training.
 
     Args:
-        grid: Of the ServerApp.
-        folder: Where to; below the working folder of the ServerApp if it is relative. If there is
-            something in it, the next free name with a number is taken.
+        grid: The grid of the ServerApp.
+        folder: Where they are kept; below the working folder of the ServerApp if it is relative. If
+            it is not empty, the next free name with a number is taken.
     """
     kept = recorder(folder)
     return grid if kept is None else RecordingGrid(grid, kept)
@@ -33,7 +33,7 @@ def tap(grid: Grid, folder: str | os.PathLike[str]) -> Grid:
 class RecordingGrid(Grid):
     """A grid that shows a recorder what passes.
 
-    Replies are asked for one by one: a pull hands over all that is ready.
+    Replies are pulled one by one, because a pull returns all that is ready.
     """
 
     def __init__(self, grid: Grid, kept: Recorder) -> None:

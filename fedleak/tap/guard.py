@@ -103,7 +103,7 @@ def arrays(content: RecordDict) -> dict[str, NDArray[Any]]:
 
 
 def _settings(content: RecordDict) -> dict[str, Any]:
-    """Returns what the configs of a message ask for, but for the round."""
+    """Returns the configs of a message, without the keys of the round."""
     configs = plain_numbers(RecordDict(dict(content.config_records)))
     return {
         f"{record}.{key}": value

@@ -26,19 +26,19 @@ from fedleak.util.logs import LOG
 from fedleak.util.versions import made_by, versions
 
 NAMED = 3
-"""Left out replies that an error names, where there are more."""
+"""How many of the left out replies an error names at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Imported:
-    """What became of a tap.
+    """What an import made of a tap.
 
     Attributes:
         run: The run directory.
         updates: Captures in it.
-        clients, rounds: Of them.
+        clients, rounds: Clients and rounds of these captures.
         truths: Batches of clients whose truth is there.
-        left_out: Why each of the other messages is not there.
+        left_out: Why each of the other messages is not in it.
         remarks: What else should be known.
     """
 
@@ -63,7 +63,7 @@ class Imported:
 
 
 def import_run(tapped: Tapped, about: About, out: Path) -> Imported:
-    """Makes a run of what a tap kept. Done again, it adds what is not there, such as the truth.
+    """Makes a run of what a tap kept. A second import adds what is missing, such as the truth.
 
     Args:
         tapped: The folder of the tap.
@@ -125,7 +125,7 @@ def _clients(
     """Returns the client of each node, and the updates whose node says it; notes the others.
 
     Raises:
-        ConfigError: A sum is said to be of a client.
+        ConfigError: `about` names a client for a sum.
     """
     key = about.reply.client_key
     if key is None:
@@ -145,7 +145,7 @@ def _clients(
     numbers = Counter(clients.values())
     for place, update in enumerate(updates):
         client = clients.get(update.nodes[0], -1)
-        if numbers[client] > 1:  # who of them lies cannot be told
+        if numbers[client] > 1:  # nobody can know which of them lies
             others = ", ".join(str(node) for node in clients if clients[node] == client)
             reasons[place] = (
                 f"makes each of the nodes {others} client {client}: leave the key out, and nodes "

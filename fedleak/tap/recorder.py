@@ -1,4 +1,4 @@
-"""Writes down the messages of training. What goes wrong here reaches the app as words alone."""
+"""Writes down the messages of training. An error here reaches the app only as a line on stderr."""
 
 import base64
 import hashlib
@@ -20,13 +20,13 @@ from fedleak.util.nested import mapped
 from fedleak.util.sanitise import printable
 
 MOST_TIMES = 4
-"""A reply may be so many times as large as what was sent; masked vectors are twice as large."""
+"""How many times as large as what was sent a reply may be; masked vectors are twice as large."""
 
 MOST_BESIDE = 1 << 20
 """Bytes that a reply may have beyond that, and characters that its metrics and configs may have."""
 
 LONGEST_BYTES = 4096
-"""Bytes in a config that are kept; of longer ones, such as masked vectors, only how many."""
+"""Bytes in a config that are kept; of more, such as masked vectors, only the number is kept."""
 
 LARGEST_NUMBER = 8
 """Bytes of a number of an array; NumPy also has longer ones, which no file of tensors holds."""
@@ -35,7 +35,7 @@ _LONGEST = 400
 
 
 def recorder(folder: str | os.PathLike[str]) -> "Recorder | None":
-    """Returns a recorder with a folder of its own; None, and a word on stderr, if it gets none."""
+    """Returns a recorder with a folder of its own; None, and a line on stderr, if it gets none."""
     try:
         numbers = itertools.count(2)
         free = tapped = Tapped(Path(folder).absolute())
@@ -124,7 +124,7 @@ class Recorder:
 
     @contextmanager
     def _noting(self, round: int | None, node: int | None) -> Iterator[None]:
-        """Says what goes wrong, and goes on."""
+        """Reports an error, and goes on."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - no mistake of the tap's may end the training
@@ -143,7 +143,7 @@ def say(message: str, who: str = "tap") -> None:
 
 
 def round_of(message: Message) -> int | None:
-    """Returns the round that a strategy says, in a config or, as workflows do, as the group."""
+    """Returns the round that a strategy states in a config or, as workflows do, as the group."""
     for config in message.content.config_records.values():
         stated = config.get("server-round")
         if type(stated) is int and stated >= 1:
@@ -208,9 +208,9 @@ def plain_numbers(content: RecordDict) -> dict[str, dict[str, Any]]:
 
 
 def _few_bytes(value: Any) -> Any:
-    """Returns bytes as base64 if they are few, and else how many; anything else as it is.
+    """Returns few bytes as base64, of more bytes the number, and anything else as it is.
 
-    Secure aggregation sends vectors as bytes in a config. Under their masks they say nothing.
+    Secure aggregation sends masked vectors as bytes in a config, which reveal nothing.
     """
     if not isinstance(value, bytes):
         return value

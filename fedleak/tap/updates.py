@@ -1,7 +1,7 @@
 """The updates in the folder of a tap, checked against the model that was trained.
 
-Nothing that a client sent is believed: a reply whose names, shapes, types or numbers are not those
-of the model's parameters is left out, and said.
+Nothing that a client sent is trusted: a reply whose names, shapes, types or numbers do not fit the
+model's parameters is left out and reported.
 """
 
 import math
@@ -44,13 +44,13 @@ class Update:
     """One update of a tap.
 
     Attributes:
-        message: The reply; of a sum, the one with most examples.
-        nodes: Whose it is: one, or all of a sum.
-        num_examples: That the client reported, or all of them together.
-        names: Of the parameters in it.
+        message: The reply; of a sum, the reply with most examples.
+        nodes: The nodes that sent it: one, or all of a sum.
+        num_examples: Examples that the client reported, or all clients together.
+        names: Names of the parameters in it.
         sent: What the server knows of how it was made.
-        tensors: Reads it.
-        summed: Whether it is a sum, even if of one.
+        tensors: Reads the tensors.
+        summed: Whether it is a sum, even of one client.
     """
 
     message: TappedMessage
@@ -63,7 +63,7 @@ class Update:
 
     @property
     def round(self) -> int:
-        """Of the strategy."""
+        """The round of the strategy."""
         return self.message.round
 
 
@@ -183,7 +183,7 @@ class Tap:
         """Yields how each round changed the model, and notes what is left out."""
         for round, sent in self._sent.items():
             received = [m for m in self.messages if (m.way, m.round) == ("received", round)]
-            # A client answers each stage of SecAgg+, and says only once how much it has.
+            # A client answers each stage of SecAgg+, and reports its number of examples only once.
             telling = [m for m in received if number(m, self.about.reply.examples_key) is not None]
             try:
                 yield self._sum(round, sent, {m.node: m for m in telling or received})
@@ -214,10 +214,10 @@ class Tap:
         return Update(message, (message.node,), examples, names, known, tensors)
 
     def _sum(self, round: int, sent: TappedMessage, replies: Mapping[int, TappedMessage]) -> Update:
-        """Takes the change of the model for the weighted mean of the updates of a round.
+        """Returns the change of the model as the weighted mean of the updates of a round.
 
         Raises:
-            RefusedError: What came of the round was not sent to anybody.
+            RefusedError: The model after the round was sent to nobody, or no answer came.
         """
         place = next(i for i, message in enumerate(self.messages) if message is sent)
         later = (
@@ -231,7 +231,7 @@ class Tap:
         if not replies:
             raise RefusedError("no answer came")
         examples = sum(map(self._examples, replies.values()))
-        # Who has most examples makes most steps.
+        # The client with most examples makes most steps.
         most = max(replies.values(), key=self._examples)
         known = self._known_of(most, self._examples(most))
 
@@ -306,10 +306,10 @@ class Tap:
         return float(value)
 
     def _examples(self, message: TappedMessage) -> int:
-        """Returns how many examples a client trained on, as far as it can have.
+        """Returns how many examples a client reports, checked against its steps.
 
         Raises:
-            RefusedError: It says no number, or more than its steps have room for.
+            RefusedError: It reports no number, or more than its steps have room for.
         """
         reply, training = self.about.reply, self.about.training
         value = number(message, reply.examples_key) if reply.examples is None else reply.examples
@@ -336,7 +336,7 @@ class Tap:
         """Returns where each parameter of the model is in a message.
 
         Raises:
-            ConfigError: A name that is none of the model's.
+            ConfigError: A name that the model does not have.
             RefusedError: A parameter is in two records.
         """
         wanted, places = self.about.reply.records, dict[str, _Place]()
@@ -354,7 +354,7 @@ class Tap:
         return places
 
     def _matched(self, names: tuple[str, ...]) -> dict[str, str]:
-        """Returns the model's name of each name that was sent."""
+        """Returns the model's name for each name that was sent."""
         if names not in self._matches:
             own = list(self.model.module.state_dict())
             if set(names) == {str(i) for i in range(len(own))}:  # a list, as state_dict is ordered
@@ -373,7 +373,8 @@ class Tap:
         """Returns parameters in float32.
 
         Raises:
-            RefusedError: Not of the shape of the model's, not finite numbers, or two values.
+            RefusedError: Another shape than the model's, whole numbers, not finite numbers, or two
+                values.
         """
         tensors = {}
         for name, place in places.items():
@@ -397,7 +398,7 @@ class Tap:
 
 
 class _Place(NamedTuple):
-    """Where a parameter is: an array record, and its names there; a tied one has several."""
+    """Where a parameter is: an array record, and its names there; a tied parameter has several."""
 
     kept: KeptArrays
     names: list[str]

@@ -13,16 +13,16 @@ from fedleak.training.settings import ServerOptimiser
 class WeightedSum:
     """Updates, each times its examples, summed by parameter over the clients that sent it.
 
-    It depends on the order in which they are added, in its last bits. Nothing is kept of them.
+    The last bits of a sum depend on the order in which updates are added. No update is kept.
 
     Args:
-        precision: The type that a parameter is summed in, by its name; float32 if nobody says.
+        precision: The type that a parameter is summed in, by its name; float32 by default.
 
     Attributes:
         kind: What the updates are.
         tensors: The sums, by parameter name.
-        examples: Of the clients that sent a parameter, by its name.
-        all_examples: Of all clients.
+        examples: Examples of the clients that sent a parameter, by its name.
+        all_examples: Examples of all clients.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class WeightedSum:
     def mean(self) -> ClientUpdate:
         """Returns the mean of the updates: an update of all their examples together.
 
-        Of a parameter it is the mean over the clients that sent it.
+        The mean of a parameter is over the clients that sent it.
         """
         mean = {name: value / self.examples[name] for name, value in self.tensors.items()}
         return ClientUpdate(self.kind, mean, self.all_examples)
@@ -71,14 +71,14 @@ def taken_out(
     weights: Mapping[str, Mapping[int, int]],
     examples: int,
 ) -> ClientUpdate:
-    """Returns a client's update out of the mean of a round to which nobody else contributed.
+    """Returns a client's update, from parameters to which only this client contributed.
 
     Args:
-        mean: Weighted, of each parameter over the clients that sent it.
-        names: Of the parameters to which nobody else contributed.
+        mean: The weighted mean of each parameter over the clients that sent it.
+        names: Names of the parameters to which nobody else contributed.
         client: Whose update it is.
         weights: By parameter, the weight of each client that sent it.
-        examples: That the client reported.
+        examples: Examples that the client reported.
     """
     tensors = {}
     for name in sorted(set(names) & mean.tensors.keys()):
@@ -163,15 +163,15 @@ def difference(
     total: WeightedSum,
     learning_rate: float,
 ) -> ClientUpdate:
-    """Returns what two successive global models tell of the updates between them.
+    """Returns the mean update that two successive global models reveal.
 
-    It is a plain step of `aggregate` back: the mean that moved the weights, as far as their
-    rounding leaves it. Of gradients the difference is divided by minus the learning rate.
+    It undoes a plain step of `aggregate`: the result is the mean that moved the weights, up to
+    their rounding. For gradients, the difference is divided by minus the learning rate.
 
     Args:
         before, after: The models.
-        total: What was aggregated; of it come the kind, the names and the number of examples.
-        learning_rate: Of the server.
+        total: What was aggregated; it gives the kind, the names and the number of examples.
+        learning_rate: The server's learning rate.
     """
     scale = -1 / learning_rate if total.kind == UpdateKind.GRADIENT else 1.0
     mean = {

@@ -29,11 +29,10 @@ def round_batch(
 ) -> list[int]:
     """Returns which of its examples a client trains on in a round.
 
-    FedAvg uses all, and draws batches of its own; where it makes fewer steps, it uses as many
-    random ones as these take, unless each step samples from all. FedSGD takes the next batch of a
-    shuffled pass; what is left over at the end of a pass, too little for a batch, waits for the
-    next. With Poisson sampling it takes each example with the same probability, so a batch may be
-    empty.
+    FedAvg uses all examples, and draws its batches itself; if `max_steps` take fewer examples, it
+    uses that many random ones, unless each step samples from all. FedSGD takes the next batch of a
+    shuffled pass; the end of a pass that is too short for a batch is left out. With Poisson
+    sampling FedSGD takes each example with the same probability, so a batch may be empty.
     """
     poisson = training.private is not None and training.private.sampling == "poisson"
     if training.kind == UpdateKind.DELTA:
@@ -63,8 +62,8 @@ class Records:
     beside an example, so that batches have as many examples as without canaries.
 
     Attributes:
-        examples: The client's.
-        canaries: K.
+        examples: The client's examples.
+        canaries: K, the number of canaries.
         sampled: Poisson sampling is announced.
     """
 
@@ -78,7 +77,7 @@ class Records:
 
     @property
     def count(self) -> int:
-        """Records; those from `examples` on are dummies."""
+        """The number of records; those from `examples` on are dummies."""
         return self.examples * self._times
 
     def training(self, local: LocalTraining) -> LocalTraining:
@@ -99,5 +98,5 @@ class Records:
 
 
 def passes(num_examples: int, training: LocalTraining) -> int:
-    """Returns the rounds of FedSGD in which a client takes none of its examples twice."""
+    """Returns for how many rounds of FedSGD a client takes no example twice."""
     return num_examples // min(training.batch_size, num_examples)

@@ -37,7 +37,7 @@ def local_update_(
         labels: Class of each example; not used by a causal model.
         training: How to train.
         seed: For dropout, the order of local batches, and private steps.
-        report: Is told how private steps went.
+        report: Called with figures of the private steps.
         planted: Canaries that take part in private steps.
     """
     model.module.train(training.dropout)

@@ -1,6 +1,6 @@
 """All that an attack may see: one client's update, and the facts the attacker was granted.
 
-A fact that was not granted is `None`. What is not a field here, an attack cannot know.
+A fact that was not granted is `None`. An attack can know nothing but these fields.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,8 +13,8 @@ from torch import Tensor
 from fedleak.training.recipe import Recipe
 
 Sight = Literal["updates", "sum", "models"]
-"""What an attacker sees: each client's update, the sum of a round's, or the models alone that the
-server publishes."""
+"""What an attacker sees: each client's update, the sum of a round's updates, or only the models
+that the server publishes."""
 
 
 class UpdateKind(StrEnum):
@@ -85,8 +85,7 @@ class Knowledge:
         local_epochs: Passes over its data that the client makes; the server's own setting, too.
         recipe: How the client steps; the server's own setting, too. None: by plain SGD.
         candidates: What an attack on membership is asked about.
-        server_mode: The kind of what a malicious server did to the model that it sent; None: it was
-            honest.
+        server_mode: The kind of the malicious server's mode; None: the server was honest.
     """
 
     learning_rate: float | None = None
@@ -110,7 +109,7 @@ GRANTABLE = frozenset({"batch_size", "labels", "lengths", "noise_scale"})
 """Facts that the server does not set itself: a threat model grants them or not."""
 
 QUESTIONS = frozenset({"candidates"})
-"""Facts that are the question which an attack is asked: it always has them, and no other attack."""
+"""Facts that are an attack's question: this attack always has them, and no other attack has."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ class ThreatModel:
     knows: frozenset[str] = frozenset()
 
     def grant(self, server: Knowledge, private: Knowledge) -> Knowledge:
-        """Returns what the server knows, with the granted ones of the `private` facts."""
+        """Returns the knowledge of the server with those `private` facts that are granted."""
         return replace(server, **{name: getattr(private, name) for name in sorted(self.knows)})
 
 

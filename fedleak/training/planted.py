@@ -14,22 +14,22 @@ from fedleak.training.batches import Records
 from fedleak.training.steps import Batch
 
 DUMMIES = 2
-"""Texts of canaries in a step: each costs what an example costs."""
+"""How many dummies have a text in a step: each costs what an example costs."""
 
 
 @dataclass(frozen=True)
 class Planted:
     """Canaries as they enter steps of DP-SGD, each as the gradient of one more example.
 
-    A few dummies go through the model with a text, and a canary is in the place of their gradient
-    before norms are taken. The other canaries are clipped as these are, in turn: a text for each
-    would cost many times what the examples cost.
+    A few dummies go through the model with a text, and a canary replaces the gradient of each
+    before norms are computed. The other canaries get, in turn, the clipping factors of these: a
+    text for each canary would cost many times what the examples cost.
 
     Attributes:
-        canaries: Where they are.
+        canaries: Their places and directions.
         coins_K: Which are in: nobody but the client knows.
         dummies: Texts, of which canary k has number k modulo G [G].
-        norms: Of each dummy's canary before it is clipped [G].
+        norms: The norm of each dummy's canary before it is clipped [G].
         records: Canaries and examples as the sampler draws them.
         drawn_K: Which take part in the step of a FedSGD round, in or not; None: not drawn yet, or
             drawn in every local step.
@@ -57,7 +57,7 @@ class Planted:
                 values_G[dummy] = norm * of_parameters.get(name, 0.0)
 
     def add_(self, sums: Mapping[str, Tensor], takes_part_K: Tensor, factors_G: Tensor) -> None:
-        """Adds those that are in and take part, each times the factor of its dummy."""
+        """Adds the canaries that are in and take part, each times the factor of its dummy."""
         sizes_G = factors_G.cpu() * torch.tensor(self.norms)
         dummy_K = [canary % len(self.norms) for canary in range(self.canaries.count)]
         sizes_K = sizes_G[dummy_K] * self.coins_K * takes_part_K

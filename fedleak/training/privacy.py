@@ -33,33 +33,33 @@ Epsilon = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
 neither guarantees anything."""
 
 PRV_MOST = 100.0
-"""The largest epsilon that PRV is asked for: Opacus lays out all losses up to it in memory."""
+"""The largest epsilon that PRV computes: Opacus keeps all losses up to it in memory."""
 
 LARGEST_LOG_NOISE, NOISE_TOLERANCE = 14.0, 2e-4
 """Ends of the search for noise, in logarithms."""
 
 BOTH_ACCOUNTANTS: Final = "prv"
-"""What a bound from below is compared with: the smallest epsilon that anybody accounts for."""
+"""The accountant that lower bounds are compared with: it gives the smallest epsilon."""
 
 FAST_ACCOUNTANT: Final = "rdp"
 """What composes the rounds between those that the other takes seconds for."""
 
 NONE: Final = "none"
-"""Stands where a guarantee would: not a number, and not a blank."""
+"""Stands in place of an epsilon if nothing is guaranteed: not a number, and not a blank."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """So many uses of one Gaussian mechanism.
+    """One or more uses of one Gaussian mechanism.
 
     Attributes:
         noise_multiplier: Standard deviation of the noise, in sensitivities under `neighbouring`.
         sampling_rate: Probability with which a unit takes part in a use; 1: in every one.
         steps: Uses.
         unit: What is protected: an "example", or all that a "client" has.
-        neighbouring: What is changed about the data: what the unit contributes is left out ("zero
-            out one"), or it is another ("replace one, given n"). How many examples a client has
-            is the same in both, as clients send it beside their updates.
+        neighbouring: How neighbouring data sets differ: the unit's contribution is left out ("zero
+            out one"), or replaced ("replace one, given n"). A client has the same number of
+            examples in both, because clients send it beside their updates.
         sampling: "Poisson", or "none": no amplification is counted.
         disjoint: Events with the same mark are on different units: together they count once.
     """
@@ -74,7 +74,7 @@ class Event:
 
 
 class Use(NamedTuple):
-    """So many uses of a mechanism on one unit; the fields are those of an `Event`."""
+    """One or more uses of a mechanism on one unit; the fields are those of an `Event`."""
 
     noise_multiplier: float
     sampling_rate: float
@@ -87,8 +87,8 @@ class Spent:
 
     Attributes:
         epsilon: At `delta`; infinite where no number bounds it.
-        delta: Of the statement.
-        events: What it is composed of.
+        delta: The delta of the statement.
+        events: What the epsilon is composed of.
     """
 
     epsilon: float
@@ -97,7 +97,7 @@ class Spent:
 
     @property
     def of(self) -> Event:
-        """Returns the last event: it says unit, sampling and neighbouring relation."""
+        """Returns the last event: it has the unit, sampling and neighbouring relation."""
         return self.events[-1]
 
     @property
@@ -125,7 +125,7 @@ def compose(events: Sequence[Event], delta: float, accountant: Accountant) -> li
 
 
 def _uses(events: Sequence[Event]) -> tuple[Use, ...]:
-    """Returns what events of one unit come to, in a fixed order."""
+    """Returns the uses that events of one unit consist of, in a fixed order."""
     history: Counter[tuple[float, float]] = Counter()
     for event in _distinct(events):
         history[event.noise_multiplier, event.sampling_rate] += event.steps
@@ -133,7 +133,7 @@ def _uses(events: Sequence[Event]) -> tuple[Use, ...]:
 
 
 def of_all_examples(events: Sequence[Event], held: int, batch_size: int) -> list[Event]:
-    """Returns what events on one example are for all examples that a client has: user level.
+    """Returns events on all examples of a client (user level), from events on one example.
 
     A step moves by at most the clipping norm for each of the client's examples in it, so the noise
     is divided by their number. Under Poisson sampling that is at most all, with the probability
@@ -141,7 +141,7 @@ def of_all_examples(events: Sequence[Event], held: int, batch_size: int) -> list
     step has a batch of them. Local steps that are not published count as if they were.
 
     Args:
-        events: Of one client, each on one example.
+        events: Events of one client, each on one example.
         held: Examples that the client has.
         batch_size: Examples of a step without sampling.
     """
@@ -199,7 +199,7 @@ def _noise_multiplier(
 
 
 def _distinct(events: Sequence[Event]) -> list[Event]:
-    """Returns the events; of those with one mark, which are on different units, only one."""
+    """Returns the events, but only one of those that share a mark: they are on different units."""
     marked = {event.disjoint: event for event in events if event.disjoint is not None}
     return [*(event for event in events if event.disjoint is None), *marked.values()]
 
@@ -227,7 +227,7 @@ def epsilon(uses: tuple[Use, ...], delta: float, accountant: Accountant) -> floa
 
 @cache
 def _rdp(noise: float, rate: float) -> Any:
-    """Returns the Rényi divergences of one use, by order: of several they add up."""
+    """Returns the Rényi divergences of one use, by order: those of several uses add up."""
     from opacus.accountants import RDPAccountant
     from opacus.accountants.analysis.rdp import compute_rdp
 

@@ -4,14 +4,15 @@ Each example's gradient is clipped and noise is added to the sum. The sum is div
 batch size: the size that was drawn is private.
 
 Ghost clipping (Li et al. 2022, "Large Language Models Can Be Strong Differentially Private
-Learners", section 4) takes the examples' norms without their gradients and then a second backward
-pass. It is cheaper for whole matrices, most of all for the word embedding, whose gradient would
-otherwise be stored once per example. Adapters are small, and ghost clipping has no norm for a
-parameter that is in two places (a tied output layer): there each example's gradient is made.
+Learners", section 4) computes the examples' norms without their gradients and then makes a second
+backward pass. It is cheaper for whole matrices, most of all for the word embedding, whose gradient
+would otherwise be stored once per example. Adapters are small, and ghost clipping has no norm for a
+parameter that is in two places (a tied output layer): in both cases each example's gradient is
+computed.
 
 Canaries of an audit enter a step as the gradients of further examples: dummy records of the
 client's data set, which its sampler draws. They have a text that goes through the model, and a
-canary is in the place of its gradient before norms are taken (`Planted`).
+canary replaces its gradient before norms are computed (`Planted`).
 
 Shapes: B examples, K canaries, R records: examples and dummies of canaries.
 """
@@ -80,7 +81,7 @@ def private_update_(
             causal model.
         training: How to train, with private steps.
         seed: For noise and the order of local batches.
-        report: Is told the examples' mean norm, the share that was clipped, and signal and noise.
+        report: Called with the examples' mean norm, the share that was clipped, signal and noise.
         planted: Canaries that take part as examples do.
     """
     noise, seen, private = stream(seed, "private"), Seen(), training.private
@@ -138,8 +139,8 @@ def private_gradient(
         expected: What the sum is divided by.
         private: Clipping norm and noise.
         noise: The generator that the noise comes from.
-        seen: Is told how it went.
-        ghost: Whether norms are taken without gradients; None: where that is cheaper.
+        seen: Collects the figures of the step.
+        ghost: Whether norms are computed without gradients; None: if that is cheaper.
         joining: Canaries beside the batch's examples.
     """
     trained: dict[str, Any] = dict(model.trained())  # Opacus puts attributes on parameters
@@ -178,8 +179,8 @@ def clipped_sum_(
     """Leaves the sum of all clipped gradients, of examples and canaries, with the optimizer.
 
     Returns:
-        The norms of the examples' gradients before clipping [B], and the norm of the sum of those
-        after it, without canaries.
+        The norms of the examples' gradients before clipping [B], and the norm of the sum of the
+        clipped gradients, without canaries.
     """
     planted = None
     if joining is not None and joining.takes_part_K.any():

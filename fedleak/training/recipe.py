@@ -57,7 +57,7 @@ class Recipe:
         """Returns the optimiser, new.
 
         Raises:
-            ValueError: Nobody knows which it is.
+            ValueError: The optimiser is not known.
         """
         decay = self.weight_decay
         match self.optimiser:
@@ -72,17 +72,17 @@ class Recipe:
         raise ValueError("an optimiser that is not known cannot be made")
 
     def without_decay(self, delta: Tensor, before: Tensor, rate: float, steps: int) -> Tensor:
-        """Returns a delta of a parameter less what weight decay alone made of it.
+        """Returns a delta of a parameter minus the effect of weight decay alone.
 
-        The decay is computed as PyTorch does, step by step, so that a row of an embedding that was
-        not used is zero to the last bit without it. That of Adam, and of SGD with momentum, cannot
-        be told apart, so it stays. What did not change at all was not trained, so that nothing
-        decayed either.
+        The decay is computed step by step, as PyTorch does it, so that an unused row of an
+        embedding is exactly zero in the result. The decay of Adam, and of SGD with momentum, cannot
+        be separated, so it stays. A parameter that did not change at all was not trained, so it did
+        not decay either.
 
         Args:
             delta: Weights after training minus the weights before.
             before: The weights before.
-            rate: Learning rate of all steps, where `rates` does not say it.
+            rate: Learning rate of all steps, if `rates` is empty.
             steps: How many there were.
         """
         decays = self.optimiser == "adamw" or (self.optimiser == "sgd" and not self.momentum)
@@ -139,8 +139,8 @@ class Schedule:
 def in_weights_of(module: nn.Module, precision: Precision) -> Iterator[None]:
     """Rounds the weights of a module to a precision, within the block; then they are as they were.
 
-    Within the block they are copies, so what is trained has to be taken from them there. Under
-    "bfloat16" those that are not trained are rounded, too; under the others nothing is done.
+    Within the block the weights are copies, so trained weights must be read there. Under "bfloat16"
+    weights that are not trained are rounded, too; under other precisions nothing is done.
     """
     if precision != "bfloat16":
         yield

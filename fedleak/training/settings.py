@@ -11,8 +11,8 @@ from fedleak.training.observation import UpdateKind
 from fedleak.training.recipe import Recipe, Schedule
 
 OnFigures = Callable[[Mapping[str, Any]], None]
-"""Receives figures about the training, which the client keeps to itself; of private local steps as
-`drawn` the records of each."""
+"""Receives figures about the training, which the client keeps to itself; with private local steps,
+`drawn` has the records of each step."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,14 @@ class LocalTraining:
         kind: GRADIENT sends the gradient of one batch; DELTA trains and sends the difference.
         batch_size: Examples in a step.
         epochs: Passes over the client's data in a round, for DELTA.
-        learning_rate: Of the steps; the first where there is a schedule.
+        learning_rate: The learning rate of the steps; with a schedule, the first one.
         dropout: Train with the model's dropout, and that of adapters.
         frozen: Parameters that are not trained: parts and patterns, as in
             `fedleak.models.parameter_selection`.
         private: Each step is one of DP-SGD; None: plain.
         recipe: How a client steps, for DELTA.
         schedule: How the learning rate falls, for DELTA.
-        max_steps: Steps of a round at most, for DELTA; None: all that the epochs have.
+        max_steps: The most steps of a round, for DELTA; None: all that the epochs have.
     """
 
     kind: UpdateKind

@@ -1,4 +1,4 @@
-"""The steps of local training, at a client or where an attacker repeats them."""
+"""The steps of local training, at a client or repeated by an attacker."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -81,7 +81,7 @@ def steps_(
         model: Is trained.
         gradients: Of all that is trained, by name; they are used up.
         recipe: How to step.
-        rate: Learning rate, where the recipe does not say it for each step.
+        rate: Learning rate, if the recipe has none for each step.
     """
     trained = model.trained()
     optimiser = recipe.made(trained.values(), rate)

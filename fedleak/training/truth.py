@@ -9,17 +9,17 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Coins:
-    """What a client keeps to itself of the canaries of one update.
+    """What a client keeps to itself about the canaries of one update.
 
     Attributes:
         inside: Whether each is in; for a canary that is the whole update, whether its sign is plus.
         slot: Which of the client's sets of canaries they are: one for each step of a pass.
         copy: They are not in the update that was sent, but in an audited copy of it.
         whole: The one canary is the whole update, plus or minus.
-        rate: Probability with which one that is in takes part in a local step; None: not sampled.
+        rate: Probability that a canary that is in takes part in a local step; None: not sampled.
         steps: Local steps whose noise is in the update.
-        uses: Local steps in which one that is in takes part; where it is sampled, at most.
-        drawn: Local steps in which each did, or would have if it were in.
+        uses: Local steps in which a canary that is in takes part; if it is sampled, at most.
+        drawn: Local steps in which each took part, or would have if it were in.
         alike: Whether local steps count alike in the update.
         joined: Each is a client of its own, there or not, whose update joins an audited copy of the
             round's sum; the server makes it.

@@ -1,4 +1,4 @@
-"""Errors that are the user's to mend: each is one line that says what, got what, do what."""
+"""Errors that the user can mend: one line each, with the problem, what was found, what to do."""
 
 import difflib
 from collections.abc import Iterable, Iterator
@@ -31,7 +31,7 @@ class CaptureError(FedleakError):
 
 @contextmanager
 def about(subject: str) -> Iterator[None]:
-    """Says of a refusal what it is about.
+    """Puts the subject of a refusal before its message.
 
     Raises:
         ConfigError: What was refused, after the subject.

@@ -1,7 +1,7 @@
 """What is noted of each command: `log.txt` in the run directory, and stderr with `--debug`.
 
-Modules write to `logging.getLogger(__name__)`, as everywhere; without one of these two nothing is
-shown. Tracebacks are kept without the values of variables, which may be private texts.
+Modules write to `logging.getLogger(__name__)`, as everywhere; without `log.txt` or `--debug`
+nothing is shown. Tracebacks are kept without the values of variables, which may be private texts.
 """
 
 import logging
@@ -91,7 +91,7 @@ def noted(error: BaseException) -> str:
 
 @contextmanager
 def handled(handler: logging.Handler) -> Iterator[None]:
-    """Passes to a handler what our modules note in the body, and to nobody above them.
+    """Passes what our modules log in the body to a handler, and not to the loggers above them.
 
     Libraries that we import give Python's root logger a handler that prints.
     """

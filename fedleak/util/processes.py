@@ -55,8 +55,8 @@ def side_by_side(
     Args:
         calls: The calls by name. They are pickled, so their functions have to be importable.
         at_once: How many, at most.
-        started: Is told the name of each call as it starts.
-        ended: Is told the name of each call as it ends, and why it failed, if it did.
+        started: Called with the name of each call as it starts.
+        ended: Called with the name of each call as it ends, and why it failed, if it did.
     """
     start_tracker()
     waiting, free = deque(calls), deque(range(at_once))
@@ -80,9 +80,9 @@ def side_by_side(
 
 @contextmanager
 def holding_ctrl_c() -> Iterator[None]:
-    """Holds Ctrl-C back. A process that is started meanwhile is deaf to it from its first moment.
+    """Holds Ctrl-C back. A process that is started meanwhile ignores it from its first moment.
 
-    On a terminal Ctrl-C reaches every process; the first one hears it, and ends the others.
+    On a terminal Ctrl-C reaches every process; only the first one handles it, and ends the others.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -95,7 +95,7 @@ def end_with_parent(folder: Path | None = None) -> None:
     """Ends this process when its parent does, whatever it is doing then.
 
     Args:
-        folder: Is removed if the parent goes first, as if it is killed.
+        folder: Removed if the parent ends first, for example because it is killed.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None

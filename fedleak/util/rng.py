@@ -1,4 +1,4 @@
-"""Named random streams: every use of chance draws from its own, so none disturbs another."""
+"""Named random streams: each use of chance draws from its own stream, so none disturbs another."""
 
 import hashlib
 from typing import TYPE_CHECKING

@@ -3,7 +3,7 @@
 from functools import cache
 
 VERSION = "0.1.0"
-"""Of fedleak."""
+"""The version of fedleak."""
 
 PACKAGES = ("flwr", "torch", "transformers", "peft", "datasets", "rouge-score")
 

@@ -1,9 +1,8 @@
 """The ClientApp. Training is the library's; this turns messages into calls and back.
 
-The order on the way out is train, defend, select, mask, encode. What the client's detectors find
-wrong with the model that it is sent comes before it trains, and can end the round for it. What a
-client finds out about that, and about its own defenses, goes to files beside the vault and to
-nobody else.
+The order on the way out is train, defend, select, mask, encode. Before a client trains, its
+detectors look at the broadcast, and an alarm can end the round for the client. Their findings, and
+what its defenses did, go to files beside the vault and to nobody else.
 """
 
 from dataclasses import replace
@@ -33,7 +32,7 @@ app = ClientApp(mods=[report_errors, encode, mask])
 
 @app.query("identity")
 def identity(message: Message, context: Context) -> Message:
-    """Says which client's data and which fedleak is here, and how many examples an own file has."""
+    """Returns the client, the version of fedleak, and how many examples the node's own file has."""
     work = work_of(message, context)
     config = ConfigRecord({"client": work.client, "fedleak": code()})
     if work.own is not None:
@@ -57,7 +56,7 @@ def train(message: Message, context: Context) -> Message:
     seed, local, part = experiment.seed, protection.local, workload.parts[client]
     own = Batch(workload.sequences, workload.labels).of(part)
     canaries = planted = None
-    if work.private is not None:  # without one nobody could tell later which canaries were in
+    if work.private is not None:  # without a vault nobody could know later which were in
         canaries = client_canaries(experiment, protection, client, round, model, own)
         planted = canaries.planted if canaries else None
     records = planted.records if planted else Records(len(part), 0, False)

@@ -1,7 +1,7 @@
-"""What a node is asked to do, what it has for that, and where it keeps what it trained on.
+"""The task of a node, the data that it uses, and where it keeps what it trained on.
 
-The experiment comes with the message. Which file is read and which folder is written is for the
-node's own configuration to say.
+The experiment comes with the message. The node's own configuration decides which file it reads and
+which folder it writes to.
 """
 
 import os
@@ -23,11 +23,11 @@ from fedleak.util.errors import ConfigError
 
 @dataclass(frozen=True)
 class OwnFile:
-    """A file of one node, all of which is its client's.
+    """A file of one node, which holds the data of one client.
 
     Attributes:
         path: The file.
-        client: Whose it is.
+        client: The client whose data it holds.
         classes: Names of the classes, in the order of the model's outputs.
     """
 
@@ -42,10 +42,10 @@ class Work:
 
     Attributes:
         experiment: What is trained.
-        client: Whose data this node holds.
-        own: Its file; None: the client's part of what the experiment names.
-        private: Where it keeps what it trained on; None: nowhere.
-        board: Where it publishes hashes beside other clients; None: where it keeps its own.
+        client: The client whose data this node holds.
+        own: The node's own file; None: it uses the client's part of the experiment's data.
+        private: Where the node keeps what it trained on; None: nowhere.
+        board: Where it publishes hashes beside other clients; None: in `private`.
     """
 
     experiment: Experiment
@@ -69,7 +69,7 @@ def work_of(message: Message, context: Context) -> Work:
     """Returns what a message asks of this node.
 
     Raises:
-        ConfigError: The message does not say it, or the node's configuration lacks something.
+        ConfigError: The message has no assignment, or the node's configuration lacks something.
     """
     values = message.content.config_records.get("assignment", ConfigRecord())
     assignment = Assignment.from_values(values)
@@ -114,7 +114,7 @@ def client_of(context: Context) -> int:
 
 
 def _own_file(context: Context, assignment: Assignment, client: int) -> OwnFile | None:
-    """Returns the file that this node trains on; None: its part of what the experiment names.
+    """Returns the file that this node trains on; None: its part of the experiment's data.
 
     A node that has a file of its own reads no other, whatever the server asks for.
     """
@@ -154,7 +154,7 @@ def vault(context: Context, run_name: str) -> Run | None:
 
 
 def _folder(context: Context, key: str, run_name: str, default: str = "") -> Run | None:
-    """Returns the folder of a run in one that the node's configuration names; None: it names none.
+    """Returns a run's folder inside a folder of the node's configuration; None: there is none.
 
     Raises:
         ConfigError: That is not an absolute path.
@@ -168,9 +168,9 @@ def _folder(context: Context, key: str, run_name: str, default: str = "") -> Run
 
 
 def refuse_another_run(private: Run, key: Key, fingerprint: str) -> None:
-    """Refuses to write over what the client trained on in an earlier run.
+    """Refuses to overwrite what the client trained on in an earlier run.
 
-    The server chooses the name of the folder, so it could have an older run's texts written over.
+    The server chooses the folder's name, so it could make the node overwrite an older run's texts.
 
     Raises:
         ConfigError: The vault has a private batch of another experiment there.

@@ -14,13 +14,13 @@ from fedleak.util.errors import FedleakError
 
 
 def mask(message: Message, context: Context, call_next: Next) -> Message:
-    """Takes part in SecAgg+ if the experiment says so; the update then leaves masked only.
+    """Takes part in SecAgg+ if the experiment sets it; then the update leaves only masked.
 
     Four messages make a round: keys, shares of keys, the masked update, shares to unmask the sum.
-    Only the third is about training, and says what is trained.
+    Only the third is about training, and contains the assignment.
 
     Raises:
-        FedleakError: The server asks for an update that nothing masks.
+        FedleakError: The server asks for an unmasked update.
     """
     if RECORD_KEY_CONFIGS in message.content.config_records:
         return secaggplus_mod(
@@ -41,8 +41,8 @@ def mask(message: Message, context: Context, call_next: Next) -> Message:
 def _for_protocol(message: Message, context: Context, call_next: Next) -> Message:
     """Trains, and returns the update in the records that Flower's mod reads.
 
-    The update is rounded already, so in float64 Flower's rounding, whose draws nobody can repeat,
-    leaves it as it is: a run gives the same sum again.
+    The update is rounded already. So in float64 it is unchanged by Flower's rounding, whose random
+    draws cannot be repeated, and a run gives the same sum again.
     """
     protocol = protocol_of(work_of(message, context).experiment)
     if protocol is None:

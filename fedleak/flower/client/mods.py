@@ -31,8 +31,8 @@ TRAVELS = ("fedleak.flower.client", "fedleak.federation.assignment")
 """Modules whose errors the server may read: they quote neither a text nor what the server sent."""
 
 OPENS = {"fedleak.data": "data", "fedleak.models.loading": "model"}
-"""Modules that open what the server may have named, with the table that names it. An error tells no
-more than the table: its line or its kind would tell which files and folders are here."""
+"""Modules that open what the server may have named, with the table that names it. An error reveals
+only the table: its line or its kind would reveal which files and folders are here."""
 
 _KEY = re.compile(rf"\[?((?:{'|'.join(Experiment.model_fields)})\b(?:\[\d+\])?(?:\.[a-z_]+)*)")
 """The key that the line of a wrong experiment begins with."""
@@ -73,7 +73,7 @@ def defend(work: Work, reply: Outgoing) -> None:
 
 
 def select(work: Work, reply: Outgoing) -> None:
-    """Keeps of the update only the parameters that clients send."""
+    """Keeps only the parameters of the update that clients send."""
     if work.experiment.update.share != "all":
         model, _ = work.model_and_data  # loaded for training already
         reply.update = partial_update(reply.update, selected_parameters(work.experiment, model))
@@ -99,8 +99,8 @@ def report_errors(message: Message, context: Context, call_next: Next) -> Messag
 def public(error: Exception) -> str:
     """Returns what the server may read of an error: its key or its place, and no value.
 
-    The server chose the values of the experiment, so what one of them does here would tell it what
-    is on this machine; other words may quote a text.
+    The server chose the values of the experiment, so an error about a value would reveal what is on
+    this machine; other errors may quote a text.
     """
     kind, place = type(error).__name__, _place(error)
     for module, table in OPENS.items():

@@ -18,10 +18,10 @@ class Outgoing(Message):
 
     Attributes:
         key: The round and the client.
-        update: What is sent, as far as the mods have come.
+        update: What is sent, after the mods that have run so far.
         noted: What the client notes of the training, which stays here: figures, and which records
             its private steps drew.
-        canaries: Of an audit; all but those in the update stay here, too.
+        canaries: The canaries of an audit; all but those in the update stay here, too.
     """
 
     def __init__(

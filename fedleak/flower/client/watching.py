@@ -40,7 +40,7 @@ def refuse_suspect(work: Work, key: Key, sent: Mapping[str, Tensor], batch: Batc
         batch: What the client would train on: as many examples as in one step.
 
     Raises:
-        RoundRefusedError: A detector alarms whose action is to refuse.
+        RoundRefusedError: A detector alarms, and its action is to refuse.
         FedleakError: A detector failed.
     """
     experiment, detectors = work.experiment, work.experiment.detectors_of(key.client)
@@ -100,7 +100,7 @@ def movement(experiment: Experiment, protection: Protection) -> Movement:
         scaled |= claims.norm_noise is not None
         noises.append(claims.noise_scale or 0.0)
         if isinstance(defense, TrustedAggregator):
-            # Most of all: in the last round, where others refuse it.
+            # The most noise: in the last round, if all others refuse it.
             noises.append(defense.noise_on_mean(1, experiment.federation.rounds))
     noise = scale * math.hypot(*noises) / (1 - recipe.momentum)
     unknown = scaled or protection.scales_with_update() or recipe.precision == "bfloat16"
@@ -124,7 +124,7 @@ def movement(experiment: Experiment, protection: Protection) -> Movement:
 def own(model: LanguageModel, sent: Mapping[str, Tensor], batch: Batch) -> Own:
     """Returns what can be computed on a batch at a broadcast, without dropout.
 
-    The model is left with the broadcast's weights, if any of it was asked for.
+    If any of it is computed, the model keeps the broadcast's weights.
     """
     sequences, labels = batch
 

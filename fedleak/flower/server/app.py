@@ -92,19 +92,19 @@ def federate(
     *,
     attacked: bool = False,
 ) -> None:
-    """Trains from the last complete round on, capturing what is attacked of the replies.
+    """Trains from the first incomplete round on, and captures the replies that are attacked.
 
     Args:
         grid: Flower's.
-        experiment: What was prepared.
-        run: In this run directory.
+        experiment: The experiment that was prepared.
+        run: The run directory.
         nodes: The node of each client.
         wait: How long for answers.
-        stop: Is asked now and then whether to end early.
-        attacked: Whether captures are attacked meanwhile, so that it can wait for that.
+        stop: Called now and then; returns whether to end early.
+        attacked: Whether captures are attacked meanwhile; then training can wait for the attacks.
 
     Raises:
-        FedleakError: A client failed, or it is to `stop`.
+        FedleakError: A client failed, or `stop` returned true.
     """
     torch.set_num_threads(1)
     first = first_open_round(experiment, run)
@@ -127,7 +127,7 @@ def federate(
     waiting = experiment.audit.waiting if attacked else None
 
     def room(under_way: int) -> bool:
-        """Whether the disk bears another capture: if not, the attacks are waited for."""
+        """Whether another capture may wait for its attacks; if not, training waits."""
         return waiting is None or strategy.writing + run.captures.waiting() + under_way < waiting
 
     try:
@@ -158,7 +158,7 @@ def first_open_round(experiment: Experiment, run: Run) -> int:
 def find_nodes(grid: Grid, experiment: Experiment, run: Run, wait: Patience) -> dict[int, int]:
     """Asks every node which client's data it holds; returns the node of each client.
 
-    Where nodes have data of their own, how many examples each has is noted in run.json.
+    If nodes have data of their own, the number of examples of each is noted in run.json.
 
     Raises:
         FedleakError: Not every client has a node of its own, a node runs another fedleak, or has
@@ -210,7 +210,7 @@ def find_nodes(grid: Grid, experiment: Experiment, run: Run, wait: Patience) -> 
 
 
 def note_sizes(experiment: Experiment, run: Run, sizes: Sequence[int]) -> None:
-    """Notes how many examples each client has, and refuses others when a run goes on.
+    """Notes how many examples each client has; a resumed run refuses other numbers.
 
     Raises:
         FedleakError: A client has more or fewer than before, or too few for its defenses.
@@ -231,7 +231,7 @@ def evaluation(
 ) -> Callable[[int, ArrayRecord], MetricRecord | None]:
     """Returns Flower's `evaluate_fn`: scores the global model on held-out data, once per round.
 
-    Flower calls it before the first round as round 0, and again where a run is resumed.
+    Flower calls it before the first round as round 0, and again when a run is resumed.
     """
     held_out = run.read_json("held_out.json")
     written = {row.round for row in run.rows(UTILITY)}

@@ -13,14 +13,14 @@ from fedleak.util.errors import StoppedError
 POLL_SECONDS = 0.02
 
 AT_ONCE = 16
-"""Messages that are under way at most, where nobody says."""
+"""How many messages may be under way, by default."""
 
 
 def refuse_to_go_on(*, stop: bool) -> None:
     """Ends training that is to stop.
 
     Raises:
-        StoppedError: It is.
+        StoppedError: `stop` is true.
     """
     if stop:
         raise StoppedError("training was stopped, as it was told to")
@@ -29,18 +29,18 @@ def refuse_to_go_on(*, stop: bool) -> None:
 class CapturingGrid:
     """Hands every reply to `on_reply`, which returns what the strategy may keep.
 
-    It has all of a grid that a strategy uses.
+    It has the methods of a grid that a strategy uses.
 
-    A pull hands over all that is ready, so each asks for one reply: no more than one update is
+    A pull returns all that is ready, so each pull asks for one reply: no more than one update is
     pulled at a time, however many clients there are. The SuperLink holds the replies until then, so
     only some messages are under way at a time: as a reply is pulled, the next message goes out.
 
     Args:
         grid: What messages go through.
         on_reply: Takes what it wants of a reply, and returns what the strategy may keep.
-        stop: Is asked before each pull whether to end.
-        at_once: Messages that are under way at most.
-        room: Is asked before each message, with how many are under way, whether it may go out.
+        stop: Called before each pull; returns whether to end.
+        at_once: How many messages may be under way.
+        room: Called before each message with the number under way; returns whether it may go out.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class CapturingGrid:
         """Sends messages and returns the replies, stripped of what `on_reply` took.
 
         Args:
-            messages: In this order they go out.
-            timeout: Seconds that each is waited for, once it is sent; None: without end.
+            messages: The messages, in the order in which they go out.
+            timeout: Seconds to wait for each reply once the message is sent; None: no limit.
         """
         left, wait = deque(messages), math.inf if timeout is None else timeout
         deadlines: dict[str, float] = {}  # of the messages that are under way

@@ -1,4 +1,4 @@
-"""What a client's reply says, checked before any of it is believed: it may be hostile."""
+"""Checks a client's reply before any of it is used: it may be hostile."""
 
 from collections.abc import Mapping
 
@@ -17,7 +17,7 @@ from fedleak.util.sanitise import printable
 from fedleak.util.versions import code
 
 HALF = (torch.float16, torch.bfloat16)
-"""What an update may be cast to on its way."""
+"""The types that an update may be cast to on its way."""
 
 LONGEST = 400
 """Characters of a client's error that are quoted."""
@@ -32,10 +32,11 @@ def claimed_client(reply: Message, *, own_file: bool) -> tuple[int, int | None]:
 
     Args:
         reply: The answer of the node.
-        own_file: Whether it has one; if not, it has the client's part of the experiment's data.
+        own_file: Whether it has one; if not, the node has the client's part of the experiment's
+            data.
 
     Raises:
-        RefusedError: It does not say, or no whole number, or it runs another fedleak.
+        RefusedError: The reply lacks a whole number, or the node runs another fedleak.
     """
     identity: Mapping[str, object] = reply.content.config_records.get("identity") or {}
     client = whole_number("client", identity.get("client"), 0)
@@ -56,14 +57,13 @@ def take_update(
 
     Args:
         reply: The reply of the node that holds the client's data.
-        key: The round that was asked for, and the client. What the reply says of them, if
-            anything, must agree.
+        key: The round that was asked for, and the client. What the reply states of them must agree.
         kind: What was asked for.
         expected: Tensors of the shapes and types that the client sends, by parameter name.
-        most_examples: Examples that it can have used.
+        most_examples: How many examples the client can have used at most.
 
     Raises:
-        RefusedError: Anything about it is not right.
+        RefusedError: Something in the reply is not right.
     """
     update = reply.content.array_records.get("update")
     metrics = reply.content.metric_records.get("metrics")
@@ -90,7 +90,7 @@ def client_error(reply: Message) -> str:
 
 
 def _check(name: str, tensor: Tensor, like: Tensor) -> None:
-    """Refuses a tensor that is not like the one of its parameter."""
+    """Refuses a tensor that does not fit its parameter, or is not finite."""
     if tensor.shape != like.shape:
         shapes = f"{list(tensor.shape)}, but the parameter {list(like.shape)}"
         raise RefusedError(f"{name!r} has the shape {shapes}")
@@ -106,12 +106,12 @@ def _check(name: str, tensor: Tensor, like: Tensor) -> None:
 def _decoded(update: ArrayRecord) -> dict[str, Tensor]:
     try:
         return from_wire(taken_tensors(update))
-    except Exception as error:  # whatever NumPy makes of any bytes
+    except Exception as error:  # NumPy may raise anything on arbitrary bytes
         raise RefusedError(f"its update cannot be read ({type(error).__name__})") from error
 
 
 def whole_number(name: str, value: object, lowest: int, highest: int | None = None) -> int:
-    """Returns a number that a client says.
+    """Returns a number that a client reports, checked.
 
     Raises:
         RefusedError: It is no whole number from `lowest` to `highest`.

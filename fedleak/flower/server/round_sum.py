@@ -18,8 +18,8 @@ class RoundSum:
     Args:
         run: The run directory.
         round: The round.
-        clients: Who is summed, in this order.
-        broadcast: The model of the round; its types are what is summed in.
+        clients: The clients whose updates are summed, in this order.
+        broadcast: The model of the round; sums have its types.
     """
 
     def __init__(
@@ -40,14 +40,14 @@ class RoundSum:
         self._early.add(client)
 
     def add_(self, capture: Capture) -> None:
-        """Adds the update of the client whose turn it is, and those held that follow it."""
+        """Adds the update of the client whose turn it is, and the held updates that follow it."""
         assert self.is_next(capture.key.client)
         self.total.add_(capture.update)
         self._awaited.pop()
         self._add_held_()
 
     def leave_out_(self, clients: Collection[int]) -> None:
-        """Waits no longer for clients, and adds those held that follow them."""
+        """Stops waiting for clients, and adds the held updates that follow theirs."""
         self._awaited = [client for client in self._awaited if client not in clients]
         self._add_held_()
 
@@ -59,9 +59,9 @@ class RoundSum:
 
 
 class Beside:
-    """Does one task beside its caller: it waits for the last one before it begins the next.
+    """Does one task beside its caller, and waits for its end before it begins the next one.
 
-    Captures are written so while the next client trains, and two updates at most are in memory.
+    So captures are written while the next client trains, and at most two updates are in memory.
     """
 
     def __init__(self) -> None:
@@ -69,17 +69,17 @@ class Beside:
         self._last: Future[None] | None = None
 
     def do(self, task: Callable[[], None]) -> None:
-        """Begins a task; raises what went wrong with the last one."""
+        """Begins a task; raises the error of the last one."""
         self.finish()
         self._last = self._thread.submit(task)
 
     @property
     def busy(self) -> bool:
-        """Whether something is being done."""
+        """Whether a task is running."""
         return self._last is not None and not self._last.done()
 
     def finish(self) -> None:
-        """Waits for the last one, and raises what went wrong with it."""
+        """Waits for the last task, and raises its error."""
         last, self._last = self._last, None
         if last is not None:
             last.result()

@@ -1,4 +1,4 @@
-"""The server's side of secure aggregation: Flower's SecAgg+, of which it sees the sum alone."""
+"""The server's side of secure aggregation, Flower's SecAgg+: the server sees only the sum."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,18 +35,19 @@ PAIRS: Mapping[str, tuple[str, str]] = {
     Stage.SHARE_KEYS: (ProtocolKey.DESTINATION_LIST, ProtocolKey.CIPHERTEXT_LIST),
     Stage.UNMASK: (ProtocolKey.NODE_ID_LIST, ProtocolKey.SHARE_LIST),
 }
-"""By stage, where an answer has nodes and the bytes for each."""
+"""By stage, the keys under which an answer has nodes and the bytes for each."""
 
 
 class SummingServer(CuriousServer):
     """A curious server that gets the sum of a round through SecAgg+, and no client's update.
 
-    A client that is lost while it trains, or afterwards, is left out of the sum by the protocol.
-    Flower's cannot do without one that is lost earlier: it begins anew with the others.
+    If a client is lost while it trains, or afterwards, the protocol leaves it out of the sum.
+    Flower's protocol cannot go on without a client that is lost earlier: it begins anew with the
+    others.
 
     Args:
         of_server: The arguments of `CuriousServer`.
-        settings: Of the protocol.
+        settings: The settings of the protocol.
         patience: Seconds to wait for the answers of each stage.
     """
 
@@ -64,7 +65,7 @@ class SummingServer(CuriousServer):
         """Sums the updates of this round's clients, and leaves nothing to be sent.
 
         Raises:
-            FedleakError: Too few clients answered, or the sum cannot be one.
+            FedleakError: Too few clients answered, or the sum cannot be unmasked.
         """
         training_messages = list(super().configure_train(server_round, arrays, config, grid))
         self._clients, self._waiting_for = self._waiting_for, {}
@@ -84,7 +85,7 @@ class SummingServer(CuriousServer):
         return []
 
     def _summed(self, stages: "Stages") -> "Sum | None":
-        """Runs the protocol, again without those who were lost before it came to training.
+        """Runs the protocol, and again without the clients that were lost before training.
 
         Returns:
             The sum; None: so many clients refused the round that there is none.
@@ -135,7 +136,7 @@ class Sum(NamedTuple):
 
     Attributes:
         mean: The mean of the updates, weighted by examples: an array of each parameter.
-        examples: By node, of those whose updates are in it; nodes say it in clear.
+        examples: How many examples each node in the sum has; nodes send it in clear.
     """
 
     mean: Sequence[np.ndarray[Any, np.dtype[np.float64]]]
@@ -148,13 +149,13 @@ class LostEarlyError(FedleakError):
 
 @dataclass(frozen=True, kw_only=True)
 class Stages:
-    """All of a grid that Flower's workflow uses. It keeps what the workflow would not tell.
+    """The part of a grid that Flower's workflow uses. It keeps what the workflow does not report.
 
     Attributes:
         grid: Flower's.
-        tasks: What each node is told with the message that it trains for.
-        shapes: Of the arrays that a client sends.
-        most_examples: That a client can have used.
+        tasks: What each node gets with the message that asks it to train.
+        shapes: The shapes of the arrays that a client sends.
+        most_examples: How many examples a client can have used at most.
         problems: Why a node was lost, by node.
         refused: The nodes among them that refused to train.
     """
@@ -205,7 +206,7 @@ class Stages:
         return right
 
     def _check(self, stage: str, content: RecordDict) -> None:
-        """Refuses an answer that is not what a stage asks for: the workflow believes all of it."""
+        """Refuses an answer that does not fit its stage, which the workflow does not check."""
         values = dict(content.config_records.get(RECORD_KEY_CONFIGS, {}))
         masked = values.get(ProtocolKey.MASKED_PARAMETERS)
         if stage == Stage.COLLECT_MASKED_VECTORS and isinstance(masked, list):
@@ -230,7 +231,7 @@ class Stages:
         for array, shape in zip(masked, [(1,), *self.shapes], strict=True):
             try:
                 value = bytes_to_ndarray(array)
-            except Exception as error:  # whatever NumPy makes of any bytes
+            except Exception as error:  # NumPy may raise anything on arbitrary bytes
                 raise RefusedError(f"an array cannot be read ({type(error).__name__})") from error
             if value.shape != shape or value.dtype != np.int64:
                 raise RefusedError("an array is not of the shape and type that was asked for")
@@ -248,17 +249,17 @@ def _pairs(nodes: Any, texts: Any) -> bool:
 
 
 class _Result:
-    """All of a strategy that Flower's workflow uses."""
+    """The part of a strategy that Flower's workflow uses."""
 
     def __init__(self) -> None:
         self.sum: Sum | None = None
 
     def configure_fit(self, round: int, parameters: Any, nodes: Any) -> list[tuple[Any, FitIns]]:
-        """Says who takes part; what they are told comes with `Stages`."""
+        """Returns who takes part; `Stages` adds the task of each node."""
         return [(SimpleNamespace(node_id=node), FitIns(NOTHING, {})) for node in nodes.all()]
 
     def aggregate_fit(self, round: int, results: Any, failures: Any) -> tuple[None, dict[str, Any]]:
-        """Keeps the mean, which every result has, and whose updates are in it."""
+        """Keeps the mean, which every result has, and the number of examples of each node in it."""
         mean = parameters_to_ndarrays(results[0][1].parameters)
         self.sum = Sum(mean, {client.node_id: result.num_examples for client, result in results})
         return None, {}
@@ -274,7 +275,7 @@ def run_protocol(
 
     Raises:
         LostEarlyError: A node was lost before training.
-        FedleakError: What came cannot be unmasked.
+        FedleakError: The answers cannot be unmasked.
     """
     assert settings.clipping is not None
     assert settings.max_weight is not None
@@ -300,13 +301,13 @@ def run_protocol(
         workflow(stages, context)  # type: ignore[arg-type]
     except FedleakError:
         raise
-    except Exception as error:  # whatever Flower makes of shares that are wrong
+    except Exception as error:  # Flower may raise anything on wrong shares
         raise FedleakError(
             f"SecAgg+ cannot unmask the sum ({type(error).__name__}): a client's share is wrong"
         ) from error
     if (total := result.sum) is None:
         return None
-    # Masks that do not cancel leave numbers that no sum of clipped ones has.
+    # Masks that do not cancel leave numbers that no sum of clipped numbers has.
     weight = sum(total.examples.values()) / len(total.examples) / settings.max_weight
     largest = 1.01 * settings.clipping / weight
     if not all(bool((np.abs(array) <= largest).all()) for array in total.mean):

@@ -1,4 +1,4 @@
-"""The curious or malicious server: sums updates, and keeps what it is to attack of them."""
+"""The curious or malicious server: sums updates, and keeps those that are attacked."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -38,7 +38,7 @@ from fedleak.util.lists import first_of
 from fedleak.util.rng import stream
 
 NUM_ERRORS = 3
-"""Problems that a failed round quotes."""
+"""How many problems the error of a failed round quotes."""
 
 
 def quoted(problems: list[str]) -> str:
@@ -49,19 +49,20 @@ def quoted(problems: list[str]) -> str:
 class CuriousServer(Strategy):
     """FedSGD and FedAvg (McMahan et al. 2017) with a copy of every update on disk.
 
-    The sum over clients is taken in their order, as they come: it does not depend on who answered
-    first. Memory does not grow with the number of clients: an update is in it while it is summed,
-    and while it is written, beside the training of the next one. Updates that are not
+    Updates are summed as they come, in the order of the clients, so the sum does not depend on who
+    answers first. Memory does not grow with the number of clients: an update is in memory while it
+    is summed, and while it is written, beside the training of the next client. Updates that are not
     attacked never reach the disk.
 
-    A malicious server sends what its mode makes of the global model, and keeps that aside: what
-    clients send then is summed as ever, and moves the global model unless the experiment says no.
+    A malicious server sends what its mode makes of the global model, and keeps the global model
+    aside. The updates that answer it are summed as usual, and move the global model unless the
+    experiment forbids it.
 
     Args:
         experiment: What is run.
         run: Where captures go. The model of the first round is there.
         model: Has the parameters that clients train.
-        first_round: The round that this strategy's first one is; above 1 when a run resumes.
+        first_round: The first round of this strategy; above 1 when a run resumes.
         nodes: The node that holds each client's data.
     """
 
@@ -89,7 +90,7 @@ class CuriousServer(Strategy):
         self._beside = Beside()
 
     def on_reply(self, reply: Message) -> RecordDict:
-        """Captures a client's reply, if it is what was asked for; nothing is left of it."""
+        """Captures a client's reply if it is right, and returns an empty record in its place."""
         node = reply.metadata.src_node_id
         try:
             if node not in self._waiting_for:
@@ -140,9 +141,9 @@ class CuriousServer(Strategy):
             total.held(key.client)
 
     def _stored(self, capture: Capture) -> Capture:
-        """Returns what of a capture is stored: all of it, or what the attacks of the run read.
+        """Returns the part of a capture that is stored: all, or what the attacks of the run read.
 
-        What weight decay alone did to the weights everybody can compute, so it is taken out.
+        Everybody can compute what weight decay alone did to the weights, so it is taken out.
         """
         tensors, known = capture.update.tensors, capture.knowledge
         if known.recipe is not None and known.recipe.weight_decay:
@@ -178,7 +179,7 @@ class CuriousServer(Strategy):
         self._problems, self._examples = [], {}
         self._mode, self._target = self._experiment.mode_in(round), target(self._experiment, round)
         self._arrays = arrays
-        self._run.held.drop()  # by a process that was killed in this round
+        self._run.held.drop()  # left by a process that was killed in this round
         if self._aggregator is None:
             self._sum = RoundSum(self._run, round, clients, self._model.parameters())
         about = {"config": ConfigRecord({"round": round}), "assignment": self._assignment}
@@ -193,10 +194,10 @@ class CuriousServer(Strategy):
         ]
 
     def _sent(self, round: int, arrays: ArrayRecord) -> Callable[[int], ArrayRecord]:
-        """Returns what each client is sent, and keeps what the target of a malicious server is.
+        """Returns the model for each client, and keeps the one for a malicious server's target.
 
         Raises:
-            FedleakError: The mode failed, or sends what is no model of this shape.
+            FedleakError: The mode failed, or its model has other names, shapes or types.
         """
         if (mode := self._mode) is None:
             return lambda client: arrays
@@ -269,7 +270,7 @@ class CuriousServer(Strategy):
         self._run.models.write(round + 1, following)
         if round not in rounds_attacked(self._experiment):
             self._run.forget(round, model=self._experiment.published is None)
-        # In the same record: Flower holds the first one to the end, besides what it is given.
+        # The same record is used again: Flower holds the first one to the end, beside each new one.
         for name, value in following.items():
             self._arrays[name] = to_array(value)
         return self._arrays, None
@@ -292,7 +293,7 @@ class CuriousServer(Strategy):
     def _combined(
         self, aggregator: TrustedAggregator, round: int, refusing: Sequence[int]
     ) -> ClientUpdate | None:
-        """Returns what the aggregator makes of the updates held; None: too few are left of them."""
+        """Returns the aggregate of the held updates; None: too few of them are left."""
         clients = clients_of_round(self._experiment, round)
         left = [client for client in clients if client not in refusing]
         if refusing and len(left) < aggregator.fewest(len(clients)):
@@ -333,15 +334,15 @@ class CuriousServer(Strategy):
         return taken_out(combined, names, self._target, weights, own)
 
     def _capture_of_all(self, round: int, update: ClientUpdate) -> None:
-        """Captures what stands for a round: of all of its clients, or of a target in the sum."""
+        """Captures the update of a round: of all its clients, or of the target in the sum."""
         key = key_of_sum(self._experiment, round)
-        # Who has most examples made most steps; a target's update has fewer examples.
+        # The client with most examples made most steps; a target's update has fewer examples.
         examples = min(update.num_examples, max(self._examples.values()))
         capture = Capture(key, update, self._knowledge(examples))
         self._run.captures.write(self._stored(capture))
 
     def _knowledge(self, num_examples: int) -> Knowledge:
-        """Returns what the server itself set for a client of so many examples in this round."""
+        """Returns the facts that the server itself set for a client in this round."""
         local = self._experiment.local_training.in_round(self._round, num_examples)
         known = Knowledge(
             learning_rate=local.learning_rate,
@@ -357,7 +358,7 @@ class CuriousServer(Strategy):
         """Returns the clients that refused the round.
 
         Raises:
-            FedleakError: Of another client there is no update, or something else came.
+            FedleakError: A client that did not refuse sent no update, or an answer was refused.
         """
         refusing = []
         for reply in failed:
@@ -373,6 +374,6 @@ class CuriousServer(Strategy):
         return sorted(refusing)
 
     def _name(self, node: int) -> str:
-        """Returns what a node is called: by its client, if it has one."""
+        """Returns the name of a node for messages, with its client if it has one."""
         client = {node: client for client, node in self._nodes.items()}.get(node)
         return f"node {node}" if client is None else f"client {client} (node {node})"
