@@ -291,8 +291,8 @@ class LedgerRow(Guarantee, _OfUpdate):
 class CanaryRow(_OfUpdate):
     """What canaries score in one client's update: a line of canaries.jsonl.
 
-    The fields from `inside` on have one value for each canary or witness, in their order. `inside`
-    to `uses` are what the client kept in its vault (`fedleak.training.truth.Coins`).
+    `inside`, `drawn` and `scores` have a value for each canary, `witnesses` for each witness, in
+    their order. `inside` to `joined` are kept in the client's vault (`fedleak.training.truth.Coins`).
 
     Attributes:
         inside: Whether it is in; for a canary that is the whole update, whether its sign is plus.
