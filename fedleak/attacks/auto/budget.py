@@ -107,8 +107,8 @@ class Reserve:
         model, size = pace.model, seen.update.num_examples
         around = frame(model)
         marks = len(around.first) + len(around.last)
-        guessed = [max(len(ids), _CONTENT) + marks for ids in guesses[:size]]
-        lengths = [*(seen.knowledge.lengths or guessed), *[_CONTENT + marks] * size][:size]
+        known = seen.knowledge.lengths or [len(ids) + marks for ids in guesses[:size]]
+        lengths = [*known, *[_CONTENT + marks] * size][:size]
         longest = min(max([*lengths, *map(len, guesses)]), model.max_length)
         fixed, token = pace.seconds
         return cls(

@@ -422,13 +422,6 @@ def test_no_time_is_left_to_mend_words_of_clients_with_dropout(small, observe):
     assert Reserve.of(pace, dropped, ()).mending == 0
 
 
-def test_guesses_shorter_than_texts_are_do_not_shorten_what_is_reserved(small, observe):
-    model = small("bert", layers=3, width=48)
-    truth = observe(model, TEXTS[:2])
-    pace = Pace(truth.seen, model)
-    assert Reserve.of(pace, truth.seen, [(5,), (6,)]) == Reserve.of(pace, truth.seen, ())
-
-
 def test_out_of_time_for_a_comparison_nothing_is_likely_and_it_says_so(
     small, observe, notes_and_plants, monkeypatch
 ):
