@@ -1,11 +1,12 @@
 """Runs every attack by itself, and `auto`, in every setting, and writes what each read as a table.
 
-    python experiments/matrix.py [FILE]... [--full] [--no-run] [--set KEY=VALUE] [--out PAGE]
+    python experiments/matrix.py [OPTION]... [FILE]...
 
 Without a file: the matrix-*.toml beside this one. They are run as `fedleak sweep` runs them, so the
 same command goes on where it was stopped. Each changes one key at a time of its first cell; --full
 runs every combination. The table is written into the page, docs/matrix.md, below its marker;
---no-run writes what there is, and says of cells that are not finished that they are missing.
+--no-run writes what there is, and says of cells that are not finished that they are missing;
+with --keep they keep the line that the page has. The version of `auto` stands in each line.
 
 An attack's figures are over all updates of a cell. One that it gives no answer to counts as nothing
 read, because that is what the attacker has: an attack that answers only where it is sure must not
@@ -104,6 +105,9 @@ def main() -> int:
     parser.add_argument("files", nargs="*", type=Path, help="experiment files with a [sweep]")
     parser.add_argument("--full", action="store_true", help="run every combination")
     parser.add_argument("--no-run", action="store_true", help="only write what there is")
+    parser.add_argument(
+        "--keep", action="store_true", help="keep the page's lines of cells that are not finished"
+    )
     parser.add_argument("--out", type=Path, default=PAGE, help="the page", metavar="PAGE")
     parser.add_argument(
         "--set",
@@ -119,11 +123,12 @@ def main() -> int:
             files = args.files or sorted(HERE.glob("matrix-*.toml"))
             grids = [sweep.load(path, changes) for path in files]
             written_above = above(args.out, MARKER)
+            earlier = args.out.read_text(encoding="utf-8") if args.keep else ""
             try:
                 for path in () if args.no_run else files:
                     run_sweep(path, changes, jobs=1)  # attacks share no core: seconds compare
             finally:
-                table = "\n".join([written_above, *markdown(grids), ""])
+                table = "\n".join([written_above, *markdown(grids, earlier), ""])
                 args.out.write_text(table, encoding="utf-8")
                 print(f"table: {args.out}")
     except typer.Exit as stopped:
@@ -131,8 +136,13 @@ def main() -> int:
     return 0
 
 
-def markdown(grids: Sequence[Sweep]) -> Iterator[str]:
-    """Yields the lines of the table, and what it says in all."""
+def markdown(grids: Sequence[Sweep], earlier: str = "") -> Iterator[str]:
+    """Yields the lines of the table, and a summary.
+
+    Args:
+        grids: The sweeps.
+        earlier: A page; cells that are not finished keep its lines.
+    """
     keys = list(dict.fromkeys(key for grid in grids for key in grid.axes))
     attacks = list(
         dict.fromkeys(
@@ -143,25 +153,42 @@ def markdown(grids: Sequence[Sweep]) -> Iterator[str]:
         )
     )
     attacks = sorted((name for name in attacks if name != "probes"), key=lambda name: name != AUTO)
+    about_cells = ["model", *map(short_key, keys)]
+    heading = [*about_cells, *attacks, f"version of {AUTO}", f"best single attack above {AUTO}"]
+    kept = _rows_of(earlier, heading, len(about_cells))
     rows, missing = [], 0
     for grid in grids:
         for cell in grid.cells:
             about = [_model(cell), *(_word(key, cell.values.get(key)) for key in keys)]
             run = grid.run(cell)
             if not run.exists() or run.info()["status"] != "finished":
-                missing += 1
-                rows.append([*about, *["not run"] * len(attacks), "not run"])
+                missing += tuple(about) not in kept
+                not_run = [*about, *["not run"] * (len(heading) - len(about))]
+                rows.append(kept.get(tuple(about), not_run))
                 continue
             scored = run.rows(LEAKAGE)
             tried = {name: reading([r for r in scored if r.attack == name]) for name in attacks}
             summaries = {name: summary for name, summary in tried.items() if summary is not None}
             figures = [_figures(summaries.get(name)) for name in attacks]
-            rows.append([*about, *figures, shortfall(summaries)])
+            versions = {r.diagnostics.get("version", "-") for r in scored if r.attack == AUTO}
+            version = ", ".join(sorted(map(str, versions))) or "-"
+            rows.append([*about, *figures, version, shortfall(summaries)])
     yield ""
     yield from _in_all(rows, missing)
     yield ""
-    heading = ["model", *map(short_key, keys), *attacks, f"best single attack above {AUTO}"]
     yield from lines(heading, rows)
+
+
+def _rows_of(page: str, heading: Sequence[str], about: int) -> dict[tuple[str, ...], list[str]]:
+    """Returns the rows of a page's table by their first cells; none if its heading is another."""
+    table = [
+        line.removeprefix("| ").removesuffix(" |").split(" | ")
+        for line in page.partition(MARKER)[2].splitlines()
+        if line.startswith("| ")
+    ]
+    if not table or table[0] != [*heading]:
+        return {}
+    return {tuple(row[:about]): row for row in table[2:]}
 
 
 def _in_all(rows: Sequence[Sequence[str]], missing: int) -> Iterator[str]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tiny import toml
 
+from fedleak.attacks.auto.attack import Auto
 from fedleak.attacks.reconstruction import Status
 from fedleak.audit.metrics.intervals import Interval
 from fedleak.running import sweep
@@ -117,7 +118,8 @@ def test_the_table_is_of_the_runs_and_says_what_is_missing(
     assert matrix("--no-run") == 0
     heading, rows = table(page.read_text())
     assert heading == [
-        "model", "batch size", "family", "auto", "keyspan", "dlg", "best single attack above auto",
+        "model", "batch size", "family", "auto", "keyspan", "dlg", "version of auto",
+        "best single attack above auto",
     ]  # fmt: skip
     assert [table_row[:3] for table_row in rows] == [
         ["bert-tiny", "1", "none"],
@@ -133,6 +135,7 @@ def test_the_table_is_of_the_runs_and_says_what_is_missing(
     assert "3 of 3 cells were run" in page.read_text()
     heading, rows = table(page.read_text())
     assert rows[2][4] == "cannot"
+    assert {table_row[6] for table_row in rows} == {str(Auto.version)}
     for cell, shown in zip(sweep.load(Path("grid.toml")).cells, rows, strict=True):
         leakage_rows = Run(tmp_path / "runs" / "grid" / cell.name).rows(LEAKAGE)
         for attack, words in zip(heading[3:6], shown[3:6], strict=True):
@@ -148,12 +151,15 @@ def test_the_table_is_of_the_runs_and_says_what_is_missing(
             first, second, *_ = (float(number) for number in re.findall(r"(\d+) \[", words))
             assert (first, second) == (round(100 * exact), round(rouge))
 
-    # One cell is gone: the others stay.
+    # One cell is gone: the others stay, and its own line, too, if that is wanted.
     lost = sweep.load(Path("grid.toml")).cells[1].name
     Run(tmp_path / "runs" / "grid" / lost).update_info(status="interrupted")
+    whole = page.read_text()
+    assert matrix("--no-run", "--keep") == 0
+    assert page.read_text() == whole
     assert matrix("--no-run") == 0
     assert "2 of 3 cells were run" in page.read_text()
-    assert table(page.read_text())[1][1][3:] == ["not run"] * 4
+    assert table(page.read_text())[1][1][3:] == ["not run"] * 5
     assert matrix("--no-run", "--full") == 0
     assert "2 of 4 cells were run" in page.read_text()
 
