@@ -292,7 +292,7 @@ class CanaryRow(_OfUpdate):
     """What canaries score in one client's update: a line of canaries.jsonl.
 
     `inside`, `drawn` and `scores` have a value for each canary, `witnesses` for each witness, in
-    their order. `inside` to `joined` are kept in the client's vault (`fedleak.training.truth.Coins`).
+    their order. `inside` to `joined` are in the client's vault (`fedleak.training.truth.Coins`).
 
     Attributes:
         inside: Whether it is in; for a canary that is the whole update, whether its sign is plus.

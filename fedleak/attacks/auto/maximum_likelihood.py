@@ -249,6 +249,7 @@ class MaximumLikelihood(OneByOne):
             on_progress: Called with the progress.
             others_read: Texts that other attacks read of a batch.
         """
+        clock = Clock(self.seconds)
         observed, around = as_gradient(seen), frame(model)
         names, size = behind_layers(AttackSetting.of(seen, model)), seen.update.num_examples
         noise = noise_scale(
@@ -262,7 +263,7 @@ class MaximumLikelihood(OneByOne):
             return Reading(Reconstruction.none(Status.ABSTAINED, noise))
         coarse = coarseness(seen, names)
         if size > 1:
-            return self._batch(seen, model, noise, coarse, on_progress, others_read)
+            return self._batch(seen, model, noise, coarse, on_progress, others_read, clock)
         known = seen.knowledge.lengths
         rows = evidence_of(
             rows_of(model, observed, noise, coarse), around, known[0] if known else None
@@ -274,7 +275,7 @@ class MaximumLikelihood(OneByOne):
         head = Head(model, behind, noise, coarse)
         prior = None if self.prior is None else priors.load(self.prior, model)
         labels = seen.knowledge.labels or tuple(range(model.num_labels))
-        search = _Search(model, around, rows, head, prior, labels, Clock(self.seconds))
+        search = _Search(model, around, rows, head, prior, labels, clock)
         best = search.run(on_progress)
         numbers: dict[str, Any] = {"noise_scale": noise, "time_up": search.clock.rang}
         if best is None:
@@ -310,6 +311,7 @@ class MaximumLikelihood(OneByOne):
         coarse: Coarseness,
         on_progress: Callable[[Progress], None],
         others_read: Sequence[Ids],
+        clock: Clock,
     ) -> Reading:
         """Returns the texts of a batch."""
         observed, around, known = as_gradient(seen), frame(model), seen.knowledge
@@ -327,15 +329,12 @@ class MaximumLikelihood(OneByOne):
         if placed is None:
             return Reading(Reconstruction.none(Status.ABSTAINED, reason, noise_scale=noise))
         prior = None if self.prior is None else priors.load(self.prior, model)
-        clock, span = (
-            Clock(self.seconds),
-            PooledSpan(model, observed, noise, seen.update.num_examples),
-        )
+        span = PooledSpan(model, observed, noise, seen.update.num_examples)
         half = clock.part(2)
         alone = TextSearch(model, joint, span, placed, around, known.lengths, prior, half)
         texts = alone.run(on_progress, others_read)
         likely = alone.likely(texts, clock)
-        if not all(likely):
+        if not all(likely) and not clock.up():
             until = clock.before(_LAST * clock.left())
             together = Search(model, joint, span, placed, around, known.lengths, prior, until)
             texts = together.run(texts, on_progress)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fedleak.attacks import Progress
+from fedleak.attacks import clock as timing
 from fedleak.attacks.analytic.placed_words import PlacedWords
 from fedleak.attacks.auto.joint_likelihood import Ids, State, UnderAttack, next_words, table
 from fedleak.attacks.clock import Clock
@@ -50,10 +51,12 @@ class TextSearch(UnderAttack):
     Attributes:
         taken: Texts that are taken out of the rows, by their number in the batch.
         climbed: The texts that climbs ended in.
+        table_seconds: The time that the last table took.
     """
 
     taken: dict[int, Ids] = field(default_factory=dict)
     climbed: list[Ids] = field(default_factory=list)
+    table_seconds: float = 0.0
     _nll: dict[Ids, float] = field(default_factory=dict)
     _of_placed: PlacedWords | None = None
 
@@ -107,8 +110,9 @@ class TextSearch(UnderAttack):
 
     def _beside(self, taken: dict[int, Ids]) -> None:
         """Makes the table of what stands beside texts that are taken."""
-        self.taken = taken
+        begun, self.taken = timing.now(), taken
         rest = table(*self.joint.left(taken), self.around, self.special)
+        self.table_seconds = timing.now() - begun
         # If noise hides what is left, the table before is all there is.
         self.placed = rest or self.placed
 
@@ -148,6 +152,8 @@ class TextSearch(UnderAttack):
         return [self._is_likely(state, number, whole, clock) for number in range(len(state))]
 
     def _is_likely(self, state: State, number: int, whole: float, clock: Clock) -> bool:
+        if clock.up(self.table_seconds):
+            return False
         ids, alone = state[number], self._excess(state[number])
         # Twice: what is left may be as far below what is expected as it may be above.
         far, far_whole = (2 * SIGMAS + max(excess, 0.0) for excess in (alone, whole))

@@ -28,8 +28,8 @@ PLANNED, STOPPED = 0.9, 0.95
 audit is stopped, as scores and page take the rest."""
 
 GOOD_SECONDS, FEWEST_SECONDS, MOST_SECONDS = 60.0, 5.0, 300.0
-"""The time of an attack on an update: the first, or that of the gate, if it is longer; the second if
-the first leaves no time for one client; up to the last if time is left over."""
+"""The time of an attack on an update: the first, or that of the gate, if it is longer; the second
+if the first leaves no time for one client; up to the last if time is left over."""
 
 REPORT_SECONDS = 10.0
 """The time of the page and of the gate."""

@@ -7,7 +7,7 @@ import pytest
 from fedleak.attacks.auto.joint_likelihood import Joint, Judgement, table
 from fedleak.attacks.auto.text_by_text import TextSearch
 from fedleak.attacks.certificate import as_gradient
-from fedleak.attacks.clock import UNLIMITED
+from fedleak.attacks.clock import UNLIMITED, Clock
 from fedleak.attacks.matching.batch_structure import frame
 from fedleak.attacks.subspace.pooled_span import Fit, PooledSpan
 from fedleak.defenses.gaussian_noise import GaussianNoise
@@ -113,3 +113,13 @@ def test_the_best_of_all_changes_is_taken(small, observe):
     best = max([wrong, *changed], key=lambda ids: made._total(ids))
     assert made._better(wrong, changed) == best == texts[0]
     assert made._better(texts[0], [wrong]) == texts[0]
+
+
+def test_nothing_is_likely_if_there_is_no_time_for_a_table(small, observe, monkeypatch):
+    made, texts = search(small, observe)
+    assert made.likely(texts, Clock(60.0)) == [True] * 3
+    assert 0 < made.table_seconds < 60
+    made.table_seconds, clock = 120.0, Clock(60.0)
+    monkeypatch.setattr(made, "_beside", lambda taken: pytest.fail("it makes a table"))
+    assert made.likely(texts, clock) == [False] * 3
+    assert clock.rang
