@@ -14,6 +14,7 @@ from fedleak.attacks import CALIBRATED
 from fedleak.audit import comparison
 from fedleak.audit.comparison import Comparison
 from fedleak.audit.pairing import AREA, CALIBRATED_AREA
+from fedleak.report.tables.comparison import comparison_table
 from fedleak.running.dispatch import dispatcher
 from fedleak.store.records import LEDGER, MEMBERSHIP, MembershipRow
 from fedleak.store.run import Run
@@ -111,10 +112,7 @@ def test_the_areas_are_those_of_the_run_and_do_not_differ_from_themselves(
         assert (line.mean, line.direction, line.clients) == (0.0, Direction.UNTOLD, CLIENTS)
 
 
-def test_who_is_told_better_and_worse_is_said(
-    runs: tuple[Run, Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+def test_who_is_told_better_and_worse_is_said(runs: tuple[Run, Run]) -> None:
     change(runs[0], lambda row: tuple(map(float, row.inside)))
     change(runs[1], lambda row: (0.0,) * len(row.inside))
     for pair, sign, direction in ((runs, -1, Direction.BETTER), (runs[::-1], 1, Direction.WORSE)):
@@ -125,11 +123,11 @@ def test_who_is_told_better_and_worse_is_said(
         assert line.p == pytest.approx(2 * 0.5**CLIENTS)
         assert -1.0 <= line.low < line.mean < line.high <= 1.0
         assert compared.tests == len(compared.differences)
-    status, text, _ = call("compare", "a", "b")
-    shown = " ".join(text.split())
-    assert status == 0
-    assert "who was in, AUC" in shown
-    assert "1.00 0.50 -0.50 [" in shown
+    assert call("compare", "a", "b")[0] == 0
+    shown = [[cell.text for cell in row] for row in comparison_table(compare(*runs)).rows]
+    (line_of_areas,) = [cells for cells in shown if cells[1] == "who was in, AUC"]
+    assert line_of_areas[3:5] == ["1.00", "0.50"]
+    assert line_of_areas[5].startswith("-0.50 [")
 
 
 def test_lists_of_other_texts_are_not_paired_and_that_is_said(runs: tuple[Run, Run]) -> None:
@@ -147,10 +145,7 @@ def test_an_attack_of_one_run_only_is_not_compared(runs: tuple[Run, Run]) -> Non
     assert areas(compare(*runs)) == {}
 
 
-def test_of_other_batches_the_areas_stand_side_by_side(
-    runs: tuple[Run, Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+def test_of_other_batches_the_areas_stand_side_by_side(runs: tuple[Run, Run]) -> None:
     for file in (runs[1].path / "vault").glob("*.json"):
         batch = json.loads(file.read_text())
         file.write_text(json.dumps(batch | {"sequences": batch["sequences"][::-1]}))
@@ -166,4 +161,7 @@ def test_of_other_batches_the_areas_stand_side_by_side(
     assert means.attack == "membership"
     assert means.before is not None
     assert means.before.mean == pytest.approx(figures.auc.mean)
-    assert "who was in, AUC (membership)" in " ".join(call("compare", "a", "b")[1].split())
+    assert call("compare", "a", "b")[0] == 0
+    assert "who was in, AUC (membership)" in {
+        row[0].text for row in comparison_table(compared).rows
+    }
