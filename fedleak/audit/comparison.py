@@ -164,7 +164,10 @@ def _of_members(
         members = sorted(old.keys() & new.keys())
         if not _have_one_list(runs, attack):
             unpaired[f"{attack}: the runs ask about other texts"] += len(old)
-        elif members:
+            continue
+        if lost := len(old.keys() ^ new.keys()):
+            unpaired[f"{attack}: one run has no answer ({figure})"] += lost
+        if members:
             yield difference(attack, figure, members, old, new, largest)
 
 

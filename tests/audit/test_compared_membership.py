@@ -1,21 +1,18 @@
 """Whether a change made it easier to tell who was in, of two runs."""
 
 import json
-import shutil
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import Here, call, toml
+from tiny import call, trained_here, two_copies
 
 from fedleak.attacks import CALIBRATED
 from fedleak.audit import comparison
 from fedleak.audit.comparison import Comparison
 from fedleak.audit.pairing import AREA, CALIBRATED_AREA
 from fedleak.report.tables.comparison import comparison_table
-from fedleak.running.dispatch import dispatcher
 from fedleak.store.records import LEDGER, MEMBERSHIP, MembershipRow
 from fedleak.store.run import Run
 from fedleak.store.summaries import SUMMARY, Difference, Direction
@@ -32,22 +29,14 @@ TABLES: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("trained")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setattr(dispatcher, "hire", lambda *_: nullcontext([Here()]))
-        Path("a.toml").write_text(toml(TABLES | {"name": "a"}))
-        assert call("run", "a.toml")[0] == 0
-    return folder / "runs" / "a"
+    return trained_here(tmp_path_factory.mktemp("trained"), TABLES)
 
 
 @pytest.fixture
 def runs(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Run, Run]:
     """Two copies of a run."""
     monkeypatch.chdir(tmp_path)
-    for name in ("a", "b"):
-        shutil.copytree(trained, tmp_path / name)
-    return Run(Path("a")), Run(Path("b"))
+    return two_copies(trained, tmp_path)
 
 
 def change(run: Run, score: Callable[[MembershipRow], tuple[float, ...]]) -> None:
@@ -143,6 +132,16 @@ def test_lists_of_other_texts_are_not_paired_and_that_is_said(runs: tuple[Run, R
 def test_an_attack_of_one_run_only_is_not_compared(runs: tuple[Run, Run]) -> None:
     runs[1].write_rows(MEMBERSHIP, [])
     assert areas(compare(*runs)) == {}
+
+
+def test_members_that_one_run_has_no_scores_of_are_counted(runs: tuple[Run, Run]) -> None:
+    rows = runs[1].rows(MEMBERSHIP)
+    runs[1].write_rows(MEMBERSHIP, [row for row in rows if row.client])
+    compared = compare(*runs)
+    lost = sum(sum(row.inside) for row in rows if not row.client)
+    assert lost > 0
+    assert compared.unpaired[f"membership: one run has no answer ({AREA})"] == lost
+    assert areas(compared)[AREA].clients == CLIENTS - 1
 
 
 def test_of_other_batches_the_areas_stand_side_by_side(runs: tuple[Run, Run]) -> None:

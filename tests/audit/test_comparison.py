@@ -2,14 +2,13 @@ import itertools
 import json
 import math
 import shutil
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import DLG, Here, call, tables, toml
+from tiny import DLG, call, tables, trained_here, two_copies
 
 from fedleak.audit import comparison
 from fedleak.audit.comparison import Comparison
@@ -17,7 +16,6 @@ from fedleak.audit.metrics import intervals
 from fedleak.audit.pairing import corrected
 from fedleak.config.loading import parse
 from fedleak.report.tables.trends import Dated, trend_tables
-from fedleak.running.dispatch import dispatcher
 from fedleak.store.records import LEAKAGE, LEDGER
 from fedleak.store.run import Run
 from fedleak.store.summaries import SUMMARY, Difference, Direction
@@ -34,22 +32,14 @@ TABLES: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("trained")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setattr(dispatcher, "hire", lambda *_: nullcontext([Here()]))
-        Path("a.toml").write_text(toml(TABLES | {"name": "a"}))
-        assert call("run", "a.toml")[0] == 0
-    return folder / "runs" / "a"
+    return trained_here(tmp_path_factory.mktemp("trained"), TABLES)
 
 
 @pytest.fixture
 def runs(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Run, Run]:
     """Two copies of a run."""
     monkeypatch.chdir(tmp_path)
-    for name in ("a", "b"):
-        shutil.copytree(trained, tmp_path / name)
-    return Run(Path("a")), Run(Path("b"))
+    return two_copies(trained, tmp_path)
 
 
 def compare(before: Run, after: Run) -> Comparison:

@@ -1,14 +1,20 @@
 """What many tests begin with: an experiment of a second, a worker in this process, a command."""
 
 import copy
+import shutil
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
+import pytest
 import tomli_w
 from typer.testing import CliRunner
 
 from fedleak.cli import app
+from fedleak.running.dispatch import dispatcher
 from fedleak.running.workers.process import work_together
+from fedleak.store.run import Run
 
 TABLES: dict[str, Any] = {
     "name": "small",
@@ -81,3 +87,24 @@ class Here:
     def progress(self) -> dict[int, Any]:
         """Returns nothing: whoever asks waits in `result` until all is done."""
         return {}
+
+
+def trained_here(folder: Path, experiment: dict[str, Any]) -> Path:
+    """Runs an experiment called `a` in a folder, with a worker in this process.
+
+    Returns:
+        Its run directory.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(dispatcher, "hire", lambda *_: nullcontext([Here()]))
+        Path("a.toml").write_text(toml(experiment | {"name": "a"}))
+        assert call("run", "a.toml")[0] == 0
+    return folder / "runs" / "a"
+
+
+def two_copies(run: Path, folder: Path) -> tuple[Run, Run]:
+    """Returns copies of a run, called `a` and `b`, by paths within the folder."""
+    for name in ("a", "b"):
+        shutil.copytree(run, folder / name)
+    return Run(Path("a")), Run(Path("b"))

@@ -16,7 +16,7 @@ The bounds of all attacks and scores hold at once with `CONFIDENCE`.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -250,14 +250,11 @@ def _figures(
 
 def _area(texts: Mapping[tuple[int, int], _Text], largest: int) -> Estimate | None:
     """Returns the area under the ROC curve over texts of the same client, with its interval."""
-    by_client: dict[int, list[_Text]] = defaultdict(list)
-    for (client, _), text in texts.items():
-        by_client[client].append(text)
-    won = [share for of_client in by_client.values() for share in _won(of_client)]
-    if not won:
+    shares = _shares_of_members(texts)
+    if not shares:
         return None
-    shares, clusters = zip(*won, strict=True)
-    return estimate(shares, clusters, most=1.0, largest=largest)
+    clusters = [texts[name].cluster for name in shares]
+    return estimate([*shares.values()], clusters, most=1.0, largest=largest)
 
 
 def shares_of_members(rows: Sequence[MembershipRow], score: str) -> dict[tuple[Key, int], float]:
@@ -274,24 +271,15 @@ def shares_of_members(rows: Sequence[MembershipRow], score: str) -> dict[tuple[K
     for row in sorted(rows, key=lambda row: row.key):
         for place, number in enumerate(row.texts):
             first.setdefault((row.client, number), (row.key, place))
-    by_client: dict[int, dict[tuple[Key, int], _Text]] = defaultdict(dict)
-    for (client, number), text in _texts(rows, score).items():
-        by_client[client][first[client, number]] = text
-    shares: dict[tuple[Key, int], float] = {}
-    for texts in by_client.values():
-        members = {at: text.score for at, text in texts.items() if text.inside}
-        controls = [text.score for text in texts.values() if not text.inside]
-        if controls:
-            won = shares_won([*members.values()], controls)
-            shares |= zip(members, won, strict=True)
-    return shares
+    shares = _shares_of_members(_texts(rows, score))
+    return {first[name]: share for name, share in shares.items()}
 
 
 def _by_round(rows: Sequence[MembershipRow], score: str) -> tuple[RoundFigure, ...]:
     """Returns the area in each round, over texts of the same update."""
     won: dict[int, list[float]] = defaultdict(list)
     for row in rows:
-        won[row.round] += [share for share, _ in _won(_texts([row], score).values())]
+        won[row.round] += _shares_of_members(_texts([row], score)).values()
     return tuple(
         RoundFigure(round=round, auc=math.fsum(shares) / len(shares))
         for round, shares in sorted(won.items())
@@ -299,15 +287,21 @@ def _by_round(rows: Sequence[MembershipRow], score: str) -> tuple[RoundFigure, .
     )
 
 
-def _won(texts: Iterable[_Text]) -> list[tuple[float, int]]:
-    """Returns for each member the share of the controls that score lower, and its cluster."""
-    members, controls = list[_Text](), list[_Text]()
-    for text in texts:
-        (members if text.inside else controls).append(text)
-    if not controls:
-        return []
-    shares = shares_won([text.score for text in members], [text.score for text in controls])
-    return [(share, text.cluster) for share, text in zip(shares, members, strict=True)]
+def _shares_of_members(texts: Mapping[tuple[int, int], _Text]) -> dict[tuple[int, int], float]:
+    """Returns for each member, by client and number, the share of controls that score lower."""
+    members: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    controls: dict[int, list[float]] = defaultdict(list)
+    for (client, number), text in texts.items():
+        if text.inside:
+            members[client].append((client, number))
+        else:
+            controls[client].append(text.score)
+    shares: dict[tuple[int, int], float] = {}
+    for client, names in members.items():
+        if controls[client]:
+            won = shares_won([texts[name].score for name in names], controls[client])
+            shares |= zip(names, won, strict=True)
+    return shares
 
 
 def shares_won(members: npt.ArrayLike, controls: npt.ArrayLike) -> list[float]:

@@ -17,12 +17,7 @@ from fedleak.report.words import (
     unbroken,
     warnings,
 )
-from fedleak.store.summaries import (
-    AttackSummary,
-    CellSummary,
-    Estimate,
-    SweepSummary,
-)
+from fedleak.store.summaries import AttackSummary, CellSummary, Estimate, SweepSummary
 from fedleak.training.privacy import NONE
 from fedleak.util.sanitise import printable
 
