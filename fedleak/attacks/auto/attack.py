@@ -74,6 +74,12 @@ _REPLAYING = 0.2
 _LONG_TEXTS = 0.5
 """Share of the time of an attack on spans that the attack on query gradients may take."""
 
+_BESIDE_MATCHING = 0.1
+"""Share of the time left that `keyspan` may take before gradient matching, if that has time enough.
+
+Only where `dager` proved nothing: then something blurs spans, or the batch fills them.
+"""
+
 _ADAPTER = lora_a("")
 """How the name of an adapter's first matrix ends."""
 
@@ -155,7 +161,7 @@ class Auto(OneByOne):
     """
 
     kind: ClassVar[str] = "auto"
-    version: ClassVar[int] = 20
+    version: ClassVar[int] = 21
     slow: ClassVar[bool] = True
     uses: ClassVar[frozenset[str]] = Lamp.uses | {"noise_scale"}
     seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 120.0
@@ -242,7 +248,7 @@ class _Attempt:
             def tell(how: Progress, name: str = f"{attack.kind} ({number} of {len(able)})") -> None:
                 self._on_progress(how._replace(phase=f"{name} {how.phase}".strip()))
 
-            clues = self.findings.clues(self._most)
+            clues = self._clues(attack)
             timed = self._timed(attack, clues)
             if timed is None:
                 break
@@ -265,6 +271,17 @@ class _Attempt:
             self._on_progress(Progress(len(able), len(able), 1 - fit, text, "mending"))
 
         return self._mended(self.findings.unproved(self._most), show)
+
+    def _clues(self, attack: Single) -> Clues:
+        """Returns what the attacks before found, the best guesses first for gradient matching.
+
+        It takes the lengths of the first guesses, and begins with them.
+        """
+        clues = self.findings.clues(self._most)
+        if not isinstance(attack, Lamp) or len(clues.sequences) <= self._seen.update.num_examples:
+            return clues
+        best = [guess.ids for guess in self._choice(clues.sequences).batch]
+        return replace(clues, sequences=tuple(dict.fromkeys([*best, *clues.sequences])))
 
     def _made_again(self, reading: Reading) -> Reading:
         """Returns a reading, as proved if the client's steps, made again on its texts, prove it."""
@@ -324,8 +341,18 @@ class _Attempt:
             single = self._seen.update.num_examples == 1
             seconds = (_NOISY if single else 1.0) * left
             return replace(attack, seconds=seconds, prior=self._settings.prior)
-        of_spans = _LONG_TEXTS * OF_SPANS if isinstance(attack, QueryGradients) else OF_SPANS
+        of_spans = OF_SPANS
+        if isinstance(attack, QueryGradients):
+            of_spans *= _LONG_TEXTS
+        elif isinstance(attack, Keyspan) and self._is_matched_better():
+            of_spans = _BESIDE_MATCHING
         return replace(attack, seconds=of_spans * left)
+
+    def _is_matched_better(self) -> bool:
+        """Whether gradient matching is likely to read more than `keyspan` does."""
+        unproved = self._model.family.causal and Dager.kind in self.findings.answers
+        # Looked at last: it is measured.
+        return unproved and Reserve.of(self._pace, self.rest, ()).matching <= self._clock.left()
 
     def _timed_lamp(self, attack: Lamp, clues: Clues) -> Lamp | None:
         """Returns gradient matching with its time and settings; None: there is no time."""

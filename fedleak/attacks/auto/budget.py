@@ -45,6 +45,9 @@ _TRIED = 32
 _SWEEPS = 3
 """Times that each word of a batch is looked at, before no other word fits better."""
 
+_MATCHED = 1_000
+"""Gradients of each text after which gradient matching has come near, whatever blurs the update."""
+
 _CONTENT = 10
 """Tokens of a text, if its length is unknown."""
 
@@ -125,6 +128,11 @@ class Reserve:
     def gradient(self) -> float:
         """Seconds of one more guess's gradient, with one label."""
         return self.token * self.longest
+
+    @property
+    def matching(self) -> float:
+        """Seconds in which gradient matching comes near."""
+        return _MATCHED * self.gradient * len(self.lengths)
 
     @property
     def mending(self) -> float:

@@ -16,7 +16,7 @@ from fedleak.attacks.auto.budget import Pace, Reserve
 from fedleak.attacks.auto.chance import placebo
 from fedleak.attacks.certificate import Member
 from fedleak.attacks.clock import Clock
-from fedleak.attacks.matching.batch_structure import NO_CLUES, Clues
+from fedleak.attacks.matching.batch_structure import NO_CLUES, Clues, frame
 from fedleak.attacks.matching.lamp import Lamp
 from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.attacks.subspace.answer import Reading
@@ -420,6 +420,35 @@ def test_no_time_is_left_to_mend_words_of_clients_with_dropout(small, observe):
     pace = Pace(truth.seen, model)
     assert Reserve.of(pace, truth.seen, ()).mending > 0
     assert Reserve.of(pace, dropped, ()).mending == 0
+
+
+@pytest.mark.parametrize(("seconds_of_a_token", "share"), [(0.0, 0.1), (1e6, 0.75)])
+def test_what_a_decoders_spans_do_not_prove_is_matched_soon_if_there_is_time(
+    small, observe, notes_and_plants, monkeypatch, seconds_of_a_token, share
+):
+    model = small("gpt2", CAUSAL_LM, layers=3, width=48)
+    truth = observe(model, TEXTS[:2])
+    notes, plants = notes_and_plants
+    plants["dager"] = plants["keyspan"] = plants["lamp"] = NOTHING
+    monkeypatch.setattr(Pace, "seconds", (0.0, seconds_of_a_token))
+    ask(Auto(seconds=100.0), noisy_of(truth, 1e-2, granted=False), model)
+    (keyspan,) = (attack for attack, *_ in notes if attack.kind == "keyspan")
+    assert keyspan.seconds == pytest.approx(100 * share, rel=0.1)
+
+
+def test_gradient_matching_begins_with_the_guesses_that_explain_the_update_best(
+    small, observe, notes_and_plants
+):
+    model = small("gpt2", CAUSAL_LM, layers=3, width=48)
+    truth = observe(model, TEXTS[:2])
+    right = [ids[: len(ids) - len(frame(model).last)] for ids in truth.sequences]
+    wrong = [tuple(reversed(ids)) for ids in right]
+    notes, plants = notes_and_plants
+    plants["dager"], plants["keyspan"], plants["lamp"] = guess(*right), guess(*wrong), NOTHING
+    ask(Auto(), noisy_of(truth, 1e-2, granted=False), model)
+    (clues,) = (clues for attack, _, clues in notes if attack.kind == "lamp")
+    assert sorted(clues.sequences[:2]) == sorted(right)
+    assert sorted(clues.sequences[2:]) == sorted(wrong)
 
 
 def test_out_of_time_for_a_comparison_nothing_is_likely_and_it_says_so(
