@@ -30,7 +30,7 @@ class Rank(Detector):
 
     def __call__(self, seen: Seen) -> Finding:
         """Returns the largest share of its rank that a matrix lacks."""
-        largest, where = 0.0, "no matrix"
+        largest, sentence = 0.0, "every matrix has its full rank"
         for name, value in matrices(seen.now.parameters, [SECOND_FACTOR]):
             full = min(value.shape)
             wide = value.astype(np.float64)
@@ -40,5 +40,6 @@ class Rank(Detector):
             squares = np.linalg.eigvalsh(gram).clip(min=0.0)
             rank = int((squares > squares.max() * (full * PRECISION) ** 2).sum())
             if 1 - rank / full > largest:
-                largest, where = 1 - rank / full, repr(name)
-        return Finding(f"{where} lacks {largest:.3g} of its rank", largest, self.limit)
+                largest = 1 - rank / full
+                sentence = f"{name!r} lacks {100 * largest:.3g} % of its rank"
+        return Finding(sentence, largest, self.limit)
