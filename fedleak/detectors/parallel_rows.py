@@ -1,5 +1,6 @@
 """Layers whose rows all point the same way, as those of an imprint do."""
 
+import hashlib
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -13,7 +14,10 @@ FEWEST = 16
 """The fewest rows for a useful median: the rows of a head of two classes oppose each other."""
 
 MOST = 256
-"""The most rows of a matrix that are compared; its numbers decide which."""
+"""The most rows of a matrix that are compared.
+
+A hash of the matrix decides which, so that a server cannot put other rows where they are compared.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +59,9 @@ def _median(rows: NDArray[np.floating]) -> float:
     """Returns the median |cos| of pairs of rows that are not zero."""
     rows = rows[np.any(rows != 0, axis=1)].astype(np.float64)
     if len(rows) > MOST:
-        chosen = np.random.default_rng(int(abs(rows.sum()) * 1e6) % 2**63)
-        rows = rows[chosen.choice(len(rows), MOST, replace=False)]
+        digest = hashlib.sha256(np.ascontiguousarray(rows)).digest()
+        draw = np.random.default_rng(int.from_bytes(digest))
+        rows = rows[draw.choice(len(rows), MOST, replace=False)]
     if len(rows) < 2:
         return 0.0
     units = rows / np.linalg.norm(rows, axis=1, keepdims=True)

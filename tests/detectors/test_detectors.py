@@ -390,6 +390,19 @@ def test_parallel_rows_are_found_in_rows_and_in_columns():
     assert statistic == pytest.approx(np.median(cosines), abs=1e-3)
 
 
+def test_a_server_cannot_put_other_rows_where_rows_are_compared():
+    rng = np.random.default_rng(0)
+    rows = np.repeat(rng.normal(size=(1, 64)), 512, 0) + 0.01 * rng.normal(size=(512, 64))
+    rows[:112] = rng.normal(size=(112, 64))
+    # A sum stays the same in any order, so it would tell the places beforehand.
+    by_sum = np.random.default_rng(int(abs(rows.sum()) * 1e6))
+    places = by_sum.choice(512, 256, replace=False)
+    arranged = np.empty_like(rows)
+    arranged[places] = rows[:256]
+    arranged[np.setdiff1d(np.arange(512), places)] = rows[256:]
+    assert named("parallel_rows")(sent(dense=arranged)).alarm
+
+
 def test_d_snr_is_the_ratio_of_the_paper_and_leaves_embeddings_out():
     norms = {
         "layer.0.dense.weight": np.array([3.0, 1.0, 1.0]),
