@@ -60,8 +60,10 @@ MODELS = [
 ]
 ONE_OF_EACH_FAMILY = [("bert", CLASSIFICATION), ("gpt2", CAUSAL_LM), ("llama", CAUSAL_LM)]
 PUBLIC = 8
+"""Public texts that are granted: each costs a gradient."""
+
 LONGEST = 16
-"""Tokens that a model can read, where that is not what counts: who guesses lengths has less to do."""
+"""Tokens that a model can read: who guesses lengths has less to try."""
 
 GRANTED = ("batch_size", "labels", "lengths", "candidates")
 KEYS = r"algorithm = |task = |update\.share|threat\.knows|model\.name|kind = |server\.mode"
@@ -159,7 +161,6 @@ def granting(seen, truth, facts):
         "batch_size": len(truth.sequences),
         "labels": tuple(truth.labels),
         "lengths": tuple(map(len, truth.sequences)),
-        # Each public text costs a gradient, and what is asked here does not depend on their number.
         "candidates": replace(truth.candidates, public=truth.candidates.public[:PUBLIC]),
     }
     granted = {fact: private[fact] for fact in facts}
