@@ -125,9 +125,13 @@ def small(bert_tiny, gpt2_tiny, llama_tiny) -> Callable[..., LanguageModel]:
         num_labels: int = 3,
         seed: int = 0,
         kv_heads: int = 2,
+        longest: int = 64,
         **options: Any,
     ) -> LanguageModel:
-        """Makes one; a LLaMA has `kv_heads`, and `options` go to the config."""
+        """Makes one for texts up to `longest`; a LLaMA has `kv_heads`.
+
+        The `options` go to the config.
+        """
         like = built_in[family]
         shared = {
             "vocab_size": len(like.tokenizer),
@@ -145,13 +149,13 @@ def small(bert_tiny, gpt2_tiny, llama_tiny) -> Callable[..., LanguageModel]:
                     hidden_size=width,
                     num_hidden_layers=layers,
                     num_attention_heads=4,
-                    max_position_embeddings=64,
+                    max_position_embeddings=longest,
                     **({"intermediate_size": 2 * width} | shared),
                 )
                 module = BertForSequenceClassification(config)
             elif family == "gpt2":
                 config = GPT2Config(
-                    n_embd=width, n_layer=layers, n_head=4, n_positions=64, **shared
+                    n_embd=width, n_layer=layers, n_head=4, n_positions=longest, **shared
                 )
                 cls = GPT2LMHeadModel if task == CAUSAL_LM else GPT2ForSequenceClassification
                 module = cls(config)
@@ -162,7 +166,7 @@ def small(bert_tiny, gpt2_tiny, llama_tiny) -> Callable[..., LanguageModel]:
                     num_attention_heads=4,
                     num_key_value_heads=kv_heads,
                     intermediate_size=2 * width,
-                    max_position_embeddings=64,
+                    max_position_embeddings=longest,
                     **shared,
                 )
                 cls = LlamaForCausalLM if task == CAUSAL_LM else LlamaForSequenceClassification

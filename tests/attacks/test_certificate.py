@@ -404,7 +404,7 @@ def test_words_of_one_embedding_are_told_apart_by_its_rows_alone(small, observe,
 
 def test_the_nearest_word_is_that_of_an_obvious_search(small):
     model = small("bert", width=48)
-    ids = [token for token in range(5, 700, 7) if token not in model.special_ids()]
+    ids = [token for token in range(5, 700, 21) if token not in model.special_ids()]
     rows = model.module.get_parameter(model.family.word_embedding).detach().double()
 
     nearest_N, apart_N = certificate.nearest_words(model, ids)
@@ -450,8 +450,16 @@ def times(seen, factor):
     return with_tensors(seen, lambda g: factor * g)
 
 
-@pytest.mark.parametrize("factor", [0.037, 0.4, 3, 1e4])
-@pytest.mark.parametrize(("family", "task"), [*KINDS, ("gpt2", CAUSAL_LM), ("llama", CAUSAL_LM)])
+@pytest.mark.parametrize(
+    ("family", "task", "factor"),
+    # A factor is solved for in the same way whatever made the gradients.
+    [
+        *((*KINDS[0], factor) for factor in (0.037, 0.4, 3, 1e4)),
+        *((*kind, 0.037) for kind in KINDS[1:]),
+        ("gpt2", CAUSAL_LM, 1e4),
+        ("llama", CAUSAL_LM, 3),
+    ],
+)
 def test_one_factor_on_all_of_an_update_is_solved_for(small, observe, family, task, factor):
     model = small(family, task, width=48)
     truth = observe(model, (*TEXTS, TEXTS[0]), [0, 2, 1, 0])
@@ -476,7 +484,7 @@ def test_one_factor_on_all_of_an_update_is_solved_for(small, observe, family, ta
 def test_a_direction_alone_tells_each_token_of_one_text(small, observe, task, part):
     """Of all texts that are one token away, none has nearly the same direction."""
     (text,) = TEXTS[1:2]
-    for seed in range(3):
+    for seed in range(2):
         model = small("gpt2", task, width=48, seed=seed)
         truth = observe(model, [text], [1])
         shared = partial_update(truth.seen.update, [part]) if part else truth.seen.update
@@ -658,8 +666,12 @@ def test_sequences_of_next_tokens_are_judged_with_their_repetitions(small, obser
 BEHIND = [Mask(fraction=0.5), Mask(fraction=0.9), Prune(fraction=0.9), Prune(fraction=0.97)]
 
 
-@pytest.mark.parametrize("defense", BEHIND, ids=repr)
-@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
+@pytest.mark.parametrize(
+    ("family", "defense"),
+    # What came is explained in the same way whatever left out the rest.
+    [*(("bert", defense) for defense in BEHIND), ("gpt2", BEHIND[1]), ("llama", BEHIND[3])],
+    ids=str,
+)
 def test_only_the_right_batch_explains_the_numbers_that_came(small, observe, family, defense):
     model = small(family, CLASSIFICATION)
     truth = observe(model, ["the cat sat on the mat", "a dog ran after it"], [0, 1])

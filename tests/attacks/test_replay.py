@@ -192,19 +192,28 @@ def test_a_replay_has_no_more_time_than_the_attack_had(small, texts, monkeypatch
 
 
 BEHIND = [Mask(fraction=0.5), Mask(fraction=0.9), Prune(fraction=0.8)]
+# What came is compared in the same way, whatever left it out and however the client steps.
+BEHIND_EACH = [
+    *(("sgd", defense) for defense in BEHIND),
+    ("momentum", BEHIND[1]),
+    ("adamw", BEHIND[2]),
+]
 
 
-@pytest.mark.parametrize("defense", BEHIND, ids=repr)
-@pytest.mark.parametrize("name", ["sgd", "momentum", "adamw"])
+@pytest.mark.parametrize(("name", "defense"), BEHIND_EACH, ids=str)
 def test_behind_a_mask_the_texts_are_proved_and_no_others(small, texts, name, defense):
     # What Adam makes of rounding is too much to tell all words of this model apart by what came.
-    model = small("bert") if name == "adamw" else small("llama", CAUSAL_LM)
-    sequences = [tuple(ids) for ids in model.encode(texts[:3])]
-    seen = sent_by_client(model, sequences, name, steps=3)
+    model = small("bert") if name == "adamw" else small("llama", CAUSAL_LM, layers=1)
+    steps = 3 if name == "adamw" else 2
+    sequences = [tuple(ids) for ids in model.encode(texts[:steps])]
+    longest = sorted(range(steps), key=lambda i: len(sequences[i]), reverse=True)
+    # Classes are known: which text was in which step is search enough.
+    known = tuple(LABELS[i] for i in longest)
+    seen = sent_by_client(model, sequences, name, steps=steps, labels=known)
     seen = replace(seen, update=defense(seen.update, rng=stream(1, "sent")))
     assert replay.replay(model, sequences, seen).verified == (name != "adamw")
     words = sequences[0]
-    for place in range(1, 5):
+    for place in (1, 4) if name == "adamw" else range(1, 5):
         other_one = (*words[:place], words[place] + 1, *words[place + 1 :])
         swapped = (*words[:place], words[place + 1], words[place], *words[place + 2 :])
         for other in (other_one, swapped):

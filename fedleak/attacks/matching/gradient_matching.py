@@ -238,7 +238,11 @@ class GradientMatching(ABC):
             faithful=self.faithful,
             mixed=self.precision == "mixed",
         )
-        step = 0.0 if math.isinf(clock.left()) else seconds_of_step(group[0], make, config)
+        step = (
+            0.0
+            if math.isinf(clock.left())
+            else seconds_of_step(group[0], make, config, model.max_length)
+        )
         rows = rows_in_time(group, self.starts_of_each, step, clock)
         if not rows:
             reason = f"no step of the search ends in seconds = {self.seconds:g}: give it more"
@@ -275,7 +279,7 @@ class GradientMatching(ABC):
 
 
 def seconds_of_step(
-    victim: Victim, make: Callable[..., Objective], config: MatchingConfig
+    victim: Victim, make: Callable[..., Objective], config: MatchingConfig, longest: int
 ) -> float:
     """Returns the seconds that a step of a victim's largest row takes now, from a smaller one.
 
@@ -283,15 +287,17 @@ def seconds_of_step(
         victim: The victim.
         make: Makes the objective of victims for rows (`joint_objective`).
         config: How the search steps.
+        longest: Tokens that the model can read.
     """
+    at_once = min(_TOKENS, longest)
     tokens = max(len(shape.lengths) * max(shape.lengths) for shape in victim.shapes.each)
-    small = Shape((min(tokens, _TOKENS),), victim.shapes.each[0].labels[:1])
+    small = Shape((min(tokens, at_once),), victim.shapes.each[0].labels[:1])
     objective = make([victim], of_row=[(0, small)], prior=None)
     with objective.ready():
         start_RBTF = objective.space.random(objective.rows, [torch.Generator().manual_seed(0)])
         descent = Descent(start_RBTF, config)
         descent.step(config.loss(objective, 0))
-    return descent.seconds * max(1.0, tokens / _TOKENS)
+    return descent.seconds * max(1.0, tokens / at_once)
 
 
 def rows_in_time(victims: Sequence[Victim], starts: int, step: float, clock: Clock) -> list[int]:

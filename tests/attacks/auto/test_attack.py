@@ -225,7 +225,7 @@ def test_steps_that_give_the_update_again_end_the_search(small, observe, notes_a
     assert len(notes_and_plants[0]) > 1
 
 
-@pytest.mark.parametrize(("most", "seconds"), [(1, 60.0), (8, 10.0)])
+@pytest.mark.parametrize(("most", "seconds"), [(1, 30.0), (8, 10.0)])
 def test_every_stage_ends_in_time(small, observe, monkeypatch, most, seconds):
     monkeypatch.setattr(auto, "MOST_TEXTS", most)
     model = small("bert", layers=3, width=48)
@@ -407,7 +407,8 @@ def test_an_attack_leaves_time_to_choose_from_what_others_read(
 def test_a_part_of_the_time_is_left_for_the_choice_however_short_that_is(small, observe):
     model = small("bert", layers=3, width=48)
     truth = observe(model, TEXTS[:2])
-    reserve = replace(Reserve.of(Pace(truth.seen, model), truth.seen, ()), fixed=0.0, token=0.0)
+    pace = SimpleNamespace(model=model, seconds=(0.0, 0.0))
+    reserve = Reserve.of(pace, truth.seen, ())
     assert reserve.answer == reserve.mending == 0
     for given in (reserve.before_choice(Clock(100.0)), reserve.before(Clock(100.0))):
         assert given == pytest.approx(92, abs=0.1)
@@ -417,7 +418,7 @@ def test_no_time_is_left_to_mend_words_of_clients_with_dropout(small, observe):
     model = small("bert", layers=3, width=48)
     truth = observe(model, TEXTS[:2])
     dropped = replace(truth.seen, knowledge=replace(truth.seen.knowledge, dropout=True))
-    pace = Pace(truth.seen, model)
+    pace = SimpleNamespace(model=model, seconds=(0.01, 1e-4))
     assert Reserve.of(pace, truth.seen, ()).mending > 0
     assert Reserve.of(pace, dropped, ()).mending == 0
 

@@ -145,7 +145,7 @@ def test_a_gradient_of_other_weights_is_not_likely(small, observe, two):
     other = small("bert", CLASSIFICATION, layers=2, width=48, seed=5)
     seen = observe(other, TEXTS, [0, 1]).seen
     update = GaussianNoise(sigma=SIGMA)(seen.update, rng=stream(0, "noise"))
-    answer = MaximumLikelihood(seconds=4.0)(
+    answer = MaximumLikelihood(seconds=1.0)(
         replace(seen, update=update), model, rng=stream(0, "attack")
     )
     assert not any(answer.diagnostics.get("likely", []))

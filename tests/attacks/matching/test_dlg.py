@@ -68,7 +68,7 @@ def test_a_short_text_is_found_with_a_proof(small, observe, attack, kind):
 
 
 def test_more_steps_come_nearer(small, observe, attack):
-    model = small("bert", width=16)
+    model = small("bert", width=16, layers=1)
     truth = observe(model, ["nobody knows"], granted=GRANTED)
     # Without key biases, whose gradient is noise.
     names = truth.seen.update.tensors.keys()

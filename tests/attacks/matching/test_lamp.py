@@ -414,7 +414,7 @@ def test_words_change_places_when_they_may(small, observe, monkeypatch, discrete
 
     monkeypatch.setattr(lamp, "better_order", spy)
     monkeypatch.setattr(Descent, "step", counting)
-    attack = Lamp(preset="faithful", steps=52, guesses=2, discrete=discrete)
+    attack = Lamp(preset="faithful", steps=52, guesses=2, orders=20, discrete=discrete)
     answer, reports = run(attack, seen, model)
     config = replace(attack.method().config, discrete_at="during")
     expected = [s for s in range(1, 53) if config.discrete(s)]
@@ -487,7 +487,7 @@ def test_a_model_that_transformers_loaded_is_attacked_like_ours(
     # Its default: fused attention, which has no second derivative.
     assert plain.module.config._attn_implementation == "sdpa"
     truth = observe(ours, ["nobody knows"], granted=GRANTED)
-    attack = Lamp(preset=preset, steps=20, guesses=2)
+    attack = Lamp(preset=preset, steps=8, guesses=2, orders=8)
     answer, _ = run(attack, truth.seen, plain)
     assert plain.module.config._attn_implementation == "sdpa"
     expected, _ = run(attack, truth.seen, ours)

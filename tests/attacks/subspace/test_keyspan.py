@@ -47,6 +47,11 @@ LONG = 14
 """Tokens of the longest text that heads of 24 dimensions tell with something to spare."""
 
 
+def taking_turns(values):
+    """Every kind of model with values in turn: an update is read in one way, whatever made it."""
+    return [(*kind, values[i % len(values)]) for i, kind in enumerate([*KINDS, *ROTARY])]
+
+
 def answer_of(model, seen, attack=None):
     """Runs the attack, and checks what its every answer owes."""
     answer = (attack or Keyspan())(seen, model, rng=stream(0, "keyspan"))
@@ -397,8 +402,9 @@ def test_classifiers_of_any_loss_and_number_of_classes_are_read(
     assert_exact(answer_of(model, truth.seen), model, truth)
 
 
-@pytest.mark.parametrize("std", [1e-3, 0.02, 1.0])
-@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
+@pytest.mark.parametrize(
+    ("family", "std"), [("bert", 1e-3), ("gpt2", 0.02), ("gpt2", 1e-3), ("llama", 1.0)]
+)
 def test_the_size_of_the_classifier_does_not_matter(small, observe, family, std):
     model = small(family, **WIDE)
     head = model.module.get_parameter(model.family.classifier[0])
@@ -445,7 +451,7 @@ SHORT = [
 
 @pytest.mark.parametrize(
     ("family", "task", "texts"),
-    some([(*kind, texts) for texts in SHORT for kind in [*KINDS, *ROTARY]], every=2),
+    some([(*kind, texts) for texts in SHORT for kind in [*KINDS, *ROTARY]], every=3),
 )
 def test_short_repeated_and_unequal_texts_are_read(small, observe, family, task, texts):
     model = small(family, task, **WIDE)
@@ -467,8 +473,7 @@ def test_a_text_that_begins_another_leaves_no_false_proof(small, observe, family
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(("family", "task"), [*KINDS, *ROTARY])
-@pytest.mark.parametrize("scale", [1e-4, 1e4])
+@pytest.mark.parametrize(("family", "task", "scale"), taking_turns([1e-4, 1e4]))
 def test_a_scaled_update_is_read_and_proved_as_well(small, observe, family, task, scale):
     model = small(family, task, **WIDE)
     truth = observe(model, 3, max_length=LONG)
@@ -479,8 +484,7 @@ def test_a_scaled_update_is_read_and_proved_as_well(small, observe, family, task
     assert answer.diagnostics["scale"] == pytest.approx(scale, rel=1e-4)
 
 
-@pytest.mark.parametrize(("family", "task"), [*KINDS, *ROTARY])
-@pytest.mark.parametrize("learning_rate", [1e-1, 1e-2])
+@pytest.mark.parametrize(("family", "task", "learning_rate"), taking_turns([1e-1, 1e-2]))
 def test_one_step_of_fedavg_is_a_gradient(small, observe, family, task, learning_rate):
     model = small(family, task, **WIDE)
     truth = observe(model, 2, max_length=LONG, kind=UpdateKind.DELTA, learning_rate=learning_rate)
@@ -547,8 +551,7 @@ def assert_not_falsely_proved(answer, model, truth):
     assert not answer.verified or sorted(answer.sequences) == scored(model, truth)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("family", "task"), [*KINDS, *ROTARY])
+@pytest.mark.parametrize(("family", "task", "dtype"), taking_turns([torch.float16, torch.bfloat16]))
 def test_half_precision_is_read_and_not_falsely_proved(small, observe, family, task, dtype):
     model = small(family, task, **WIDE)
     truth = observe(model, 2, max_length=LONG)
@@ -752,7 +755,7 @@ def test_a_model_is_refused_or_read(small, observe, family, layers):
 def test_real_minilm_is_read_from_its_first_attention_alone(assets, observe, texts):
     name = str(assets / "models" / "minilm-l6-h384")
     model = loading.load(ModelSpec(name=name, task=CLASSIFICATION, num_labels=2))
-    truth = observe(model, texts[:4])
+    truth = observe(model, texts[:2])
     assert_exact(answer_of(model, truth.seen), model, truth)
     query = ["layer.0.attention.self.query.weight"]
     seen = replace(truth.seen, update=partial_update(truth.seen.update, query))

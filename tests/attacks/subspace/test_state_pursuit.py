@@ -176,7 +176,8 @@ def test_weights_that_are_kept_transposed_are_read_too(small, observe):
     assert score(search, own) > score(search, other) + 100
 
 
-def test_noise_alone_is_no_text(adapted):
+def test_noise_alone_is_no_text(adapted, monkeypatch):
+    monkeypatch.setattr(state_pursuit, "_EARLY", 48)
     seen = sent(adapted, adapted.encode(["she told us that"]))
     rng = torch.Generator().manual_seed(1)
     noise = seen.update.changed(lambda tensor: torch.randn(tensor.shape, generator=rng))
@@ -185,7 +186,8 @@ def test_noise_alone_is_no_text(adapted):
     assert answer.status == Status.ABSTAINED
 
 
-def test_of_several_steps_it_says_that_the_first_counts_most(adapted):
+def test_of_several_steps_it_says_that_the_first_counts_most(adapted, monkeypatch):
+    monkeypatch.setattr(state_pursuit, "_EARLY", 16)
     own = adapted.encode(["she told us that", "nobody knows it all"])
     attack = StatePursuit(width=1, longest=4)
     two, single = (
