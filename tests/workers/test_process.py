@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -320,6 +321,32 @@ def test_a_try_has_its_time_for_each_capture(monkeypatch, captures, seconds, wor
     assert isinstance(error, TimeoutError)
     assert str(error) == f"took longer than workers.time_limit = 2 s{words}"
     assert worker.jobs == ()
+
+
+class DyingPool:
+    """A pool whose process dies as soon as it is there."""
+
+    def __init__(self, **_):
+        self.died = False
+
+    def submit(self, *_):
+        if self.died:
+            raise BrokenProcessPool("died")
+        self.died, answer = True, Future()
+        answer.set_exception(BrokenProcessPool("died"))
+        return answer
+
+    def shutdown(self, **_):
+        pass
+
+
+def test_a_process_that_dies_at_once_fails_each_try(monkeypatch):
+    monkeypatch.setattr(workers, "ProcessPoolExecutor", DyingPool)
+    with workers.workers(["cpu"], 60) as (worker,):
+        for _ in range(2):
+            worker.submit([None])
+            assert isinstance(worker.result(), BrokenProcessPool)
+            assert worker.free
 
 
 def test_notes_are_few_and_never_in_the_way(tmp_path, monkeypatch):
