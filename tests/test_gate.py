@@ -160,7 +160,7 @@ def test_every_limit_is_compared(judged_run: Path) -> None:
 
 def test_an_epsilon_alone_needs_no_attack(folder: Path, in_process: None) -> None:
     noise = {"kind": "local_dp", "epsilon": 6.0, "max_norm": 1.0}
-    trained({"attack": [], "defense": [noise]})
+    trained(TWO | {"attack": [], "defense": [noise]})
     assert call("gate", "runs/small", "--set", "gate.epsilon=8")[0] == 0
     status, text, _ = call("gate", "runs/small", "--set", "gate.epsilon=2")
     assert status == 3

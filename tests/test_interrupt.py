@@ -23,7 +23,22 @@ CHANGES = {
     "federation.rounds": ROUNDS,
     "attack": [{"kind": "dager"}],
 }
-COMMAND = [sys.executable, "-m", "fedleak", "run", "experiment.toml"]
+SLOWED = """
+import time
+from fedleak.__main__ import main
+from fedleak.running.dispatch.dispatcher import Dispatcher
+
+record = Dispatcher._record
+
+def slowly(dispatcher, answers):
+    record(dispatcher, answers)
+    time.sleep(0.5)
+
+Dispatcher._record = slowly
+main()
+"""
+"""The command, with a pause after each answer: however slow this test is, work is left undone."""
+COMMAND = [sys.executable, "-c", SLOWED, "run", "experiment.toml"]
 WITHIN_SECONDS = 120.0
 RUN = Path("runs", "killed")
 

@@ -162,7 +162,7 @@ class Tapped:
         Raises:
             FedleakError: The file is missing or damaged.
         """
-        with self._opened(kept) as file:
+        with self.opened(kept) as file:
             return list(file.keys())
 
     def read_arrays(self, kept: KeptArrays, names: Sequence[str]) -> dict[str, Tensor]:
@@ -171,11 +171,16 @@ class Tapped:
         Raises:
             FedleakError: The file is missing or damaged.
         """
-        with self._opened(kept) as file:
+        with self.opened(kept) as file:
             return {name: file.get_tensor(name) for name in names}
 
     @contextmanager
-    def _opened(self, kept: KeptArrays) -> Iterator[Any]:
+    def opened(self, kept: KeptArrays) -> Iterator[Any]:
+        """Opens the file of a record, as `safetensors.safe_open` does.
+
+        Raises:
+            FedleakError: The file is missing or damaged.
+        """
         path = inside(self.path, f"arrays/{Path(kept.file).name}")
         try:
             with tensor_file(path) as file:

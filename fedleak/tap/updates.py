@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -377,24 +378,32 @@ class Tap:
                 values.
         """
         tensors = {}
-        for name, place in places.items():
-            like = self._known[name]
-            value, *others = self.tapped.read_arrays(place.kept, place.names).values()
-            if value.shape != like.shape:
-                shapes = f"{list(value.shape)}, but the model's {list(like.shape)}"
-                raise RefusedError(f"{name} has the shape {shapes}")
-            if not value.is_floating_point():
-                raise RefusedError(
-                    f"{name} holds whole numbers: what is masked or quantised cannot be read; "
-                    "where clients use secure aggregation, set reply.payload = 'sum'"
-                )
-            if not all_finite(value):
-                raise RefusedError(f"not every number of {name} is finite")
-            if not all(torch.equal(value.float(), other.float()) for other in others):
-                spellings = printable(" and ".join(map(repr, place.names)))[:_LONGEST]
-                raise RefusedError(f"{spellings} both mean {name}, and differ")
-            tensors[name] = value.float()
+        # A file is opened once for all that is in it: its beginning lists every array.
+        for kept, of_file in groupby(places.items(), key=lambda item: item[1].kept):
+            with self.tapped.opened(kept) as file:
+                for name, place in of_file:
+                    values = [file.get_tensor(spelling) for spelling in place.names]
+                    tensors[name] = self._checked(name, values, place.names)
         return tensors
+
+    def _checked(self, name: str, values: Sequence[Tensor], spellings: Sequence[str]) -> Tensor:
+        """Returns a parameter in float32, of which there is a value for each spelling."""
+        like = self._known[name]
+        value, *others = values
+        if value.shape != like.shape:
+            shapes = f"{list(value.shape)}, but the model's {list(like.shape)}"
+            raise RefusedError(f"{name} has the shape {shapes}")
+        if not value.is_floating_point():
+            raise RefusedError(
+                f"{name} holds whole numbers: what is masked or quantised cannot be read; "
+                "where clients use secure aggregation, set reply.payload = 'sum'"
+            )
+        if not all_finite(value):
+            raise RefusedError(f"not every number of {name} is finite")
+        if not all(torch.equal(value.float(), other.float()) for other in others):
+            named = printable(" and ".join(map(repr, spellings)))[:_LONGEST]
+            raise RefusedError(f"{named} both mean {name}, and differ")
+        return value.float()
 
 
 class _Place(NamedTuple):

@@ -28,8 +28,9 @@ TABLES: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trained_here(tmp_path_factory.mktemp("trained"), TABLES)
+def trained(tmp_path_factory: pytest.TempPathFactory, saved: Callable[..., str]) -> Path:
+    model = {"name": saved("bert", layers=1)}  # one layer is enough for scores of texts
+    return trained_here(tmp_path_factory.mktemp("trained"), TABLES | {"model": model})
 
 
 @pytest.fixture

@@ -812,7 +812,8 @@ def test_the_command_prints_figures_and_writes_nothing(here):
 )
 def test_a_defense_is_checked_by_its_name(here, table, says):
     kind = "sign" if table is None else tomllib.loads(f"x = {table}")["x"]["kind"]
-    changes = [] if table is None else ["--set", f"defense=[{table}]"]
+    changes = ["--set", f"model.name={SMALL['name']}"]
+    changes += [] if table is None else ["--set", f"defense=[{table}]"]
     done = CliRunner().invoke(app, ["check-defense", kind, *changes])
     assert (done.exit_code, done.stderr) == (0, "")
     assert f"defense[0] ({kind})" in done.stdout

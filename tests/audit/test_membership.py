@@ -407,10 +407,14 @@ def test_intervals_of_scores_that_are_calibrated_on_each_other_have_the_true_val
         own_CK = scores_UCK[range(8), range(8)] + rng.uniform(0.5, 2.5, (8, 1)) * np.array(inside)
         others_CK = (scores_UCK.sum(0) - scores_UCK[range(8), range(8)]) / 7
         rows = [row(client, inside, own_CK[client] - others_CK[client]) for client in range(8)]
-        rows = [client_row.model_copy(update={"pairs": ()}) for client_row in rows]
-        return membership.summarised(experiment_of(), rows, Largest()).figures[0].auc
+        return [client_row.model_copy(update={"pairs": ()}) for client_row in rows]
 
-    audits = [drawn() for _ in range(100)]
+    def area(rows):
+        return membership._area(membership._texts(rows, "s"), 0)
+
+    draws = [drawn() for _ in range(100)]
+    audits = [area(rows) for rows in draws]
+    assert membership.summarised(experiment_of(), draws[0], Largest()).figures[0].auc == audits[0]
     true = np.mean([auc.mean for auc in audits])
     assert sum(auc.low <= true <= auc.high for auc in audits) >= 95
     assert 0.6 < true < np.mean([auc.high for auc in audits]) < 0.98
@@ -454,13 +458,13 @@ def test_the_bound_is_above_the_true_epsilon_as_seldom_as_it_says(sigma):
 
 @pytest.fixture
 def suspects(tmp_path):
-    """A file of 20 notes of clients, of the first run's data, and 20 of nobody."""
+    """A file of 8 notes of clients, of a small run's data, and 8 of nobody."""
     from fedleak.federation.workload import read_data
 
-    split = read_data(experiment_of())
+    split = read_data(experiment_of(**SMALLER))
     lines = [
         {"text": text, "label": split.train.label_names[label]}
-        for corpus, where in ((split.train, slice(20)), (split.held_out, slice(60, 80)))
+        for corpus, where in ((split.train, slice(8)), (split.held_out, slice(60, 68)))
         for text, label in zip(corpus.texts[where], corpus.labels[where], strict=True)
     ]
     path = tmp_path / "suspects.jsonl"
@@ -470,17 +474,17 @@ def suspects(tmp_path):
 
 def test_a_file_asks_about_its_texts(tmp_path, suspects):
     of_file = {"kind": "membership", "name": "suspects", "candidates": str(suspects)}
-    run = carried_out(tmp_path, experiment_of(**{"attack": [of_file]}))
+    run = carried_out(tmp_path, experiment_of(**SMALLER | {"attack": [of_file]}))
     figure = figures(run)["residual"]
     assert figure.auc.mean > 0.95
     assert (figure.p, figure.epsilon, figure.pairs) == (None, None, 0)
     assert "file" in figure.no_bound
     rows = run.rows(MEMBERSHIP)
     for row in rows:
-        assert sorted(row.texts) == list(range(40))
+        assert sorted(row.texts) == list(range(16))
         members = {line for line, inside in zip(row.texts, row.inside, strict=True) if inside}
-        assert members <= set(range(20))
-    # 48 texts in all of clients' batches of two rounds: no text of the file was missed.
+        assert members <= set(range(8))
+    # 16 texts in all of clients' batches: no text of the file was missed.
     lines_inside = {
         line for row in rows for line, inside in zip(row.texts, row.inside, strict=True) if inside
     }
@@ -489,7 +493,7 @@ def test_a_file_asks_about_its_texts(tmp_path, suspects):
     assert lines_inside == {line for line, ids in enumerate(listed) if ids in trained}
     assert rows == list(fedleak.read_results(run.path).membership)
     table = fedleak.read_results(run.path).membership_to_pandas()
-    assert len(table) == 40 * 12
+    assert len(table) == 16 * 4
     assert table[table.inside].residual.mean() > table[~table.inside].residual.mean()
 
 
@@ -502,7 +506,7 @@ def test_another_file_needs_another_name(attacked, tmp_path, suspects, in_proces
     code, out, error = call("attack", str(copy), "--set", change)
     assert code == 0, error
     assert "no p and no bound" in " ".join(out.split())
-    suspects.write_text("".join(suspects.read_text().splitlines(keepends=True)[:30]))
+    suspects.write_text("".join(suspects.read_text().splitlines(keepends=True)[:12]))
     code, _, error = call("attack", str(copy), "--set", change)
     assert code == 2
     assert "another name" in error

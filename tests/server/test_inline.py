@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 import torch
 from cases import some
-from tiny import TABLES
+from tiny import TABLES, Here
 
 from fedleak import models
 from fedleak.attacks.matching.dlg import Dlg
@@ -47,6 +47,7 @@ TABLE = {
     "attack": [{"kind": "dager"}],
     "workers": {"devices": ["cpu"]},
 }
+CREW = dispatcher.Crew([Here()])
 KEYS = [Key(1, 0), Key(1, 1), Key(2, 0), Key(2, 1)]
 
 
@@ -57,10 +58,10 @@ def experiment_of(attacks=TABLE["attack"], *, model=TABLE["model"], defense=(), 
 
 
 def whole(path, experiment):
-    """All that `fedleak run` does."""
+    """All that `fedleak run` does, with a worker in this process."""
     run = preparation.prepare(experiment, path)
     with run.lock():
-        with pipeline.noting_status(run), dispatcher.attacking(run, experiment):
+        with pipeline.noting_status(run), dispatcher.attacking(run, experiment, CREW):
             inline.train(run, experiment)
         scoring.score_run(run)
     return run

@@ -10,7 +10,9 @@ import subprocess
 import sys
 import time
 from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -256,32 +258,95 @@ def wait(worker, watch=lambda: None):
     raise AssertionError("no result")
 
 
-def test_a_worker_says_how_far_it_is_and_has_its_time_for_each_capture(run, patient, tmp_path):
+def test_a_worker_says_how_far_it_is_and_is_ended_when_its_time_is_up(run, patient, tmp_path):
     slow = patient(at_once=3, steps=14, pause=0.2)
     jobs = [job_of(run, slow, client) for client in (1, 0, 4)]
-    with workers.workers(["cpu"], time_limit=2) as (worker,):
+    with workers.workers(["cpu"], time_limit=60) as (worker,):
         folder = worker._notes
         seen = []
         worker.submit(jobs)
         answers = wait(worker, lambda: seen.append(worker.progress()))
         assert [(answer.client, answer.together) for answer in answers] == [(1, 3), (0, 3), (4, 3)]
-        assert all(2.8 / 3 <= answer.seconds < 2 for answer in answers)
+        assert all(answer.seconds >= 2.8 / 3 for answer in answers)
         assert worker.jobs == ()
         assert seen[0] == {}
         assert set(seen[-1]) == {0, 1, 4}
         assert seen[-1][4] == Progress(seen[-1][4].step, 14, 0.5, "text 4")
         steps = {progress[4].step for progress in seen if 4 in progress}
         assert 2 <= len(steps) <= 6, "about once a second"
+        process = psutil.Process(worker._pid.result())
+        worker._time_limit = 0.1
         worker.submit(jobs[:1])
         assert worker.progress() == {}, "of an earlier try"
         error = wait(worker)
         assert isinstance(error, TimeoutError)
-        assert str(error) == "took longer than workers.time_limit = 2 s"
-        worker._time_limit = 0.1
-        worker.submit(jobs)
-        assert str(wait(worker)).endswith("= 0.1 s for each of 3 captures")
+        assert str(error) == "took longer than workers.time_limit = 0.1 s"
+        assert not process.is_running()
+        assert worker.free
         assert folder.is_dir()
     assert not folder.exists()
+
+
+class Waiting(workers.Worker):
+    """A worker that never answers, without a process."""
+
+    free = True
+
+    def submit(self, jobs):
+        self.jobs = tuple(jobs)
+        self._limit_time()
+
+    def progress(self):
+        return {}
+
+    def stop(self):
+        pass
+
+    def _start(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("captures", "seconds", "words"), [(1, 2.0, ""), (3, 6.0, " for each of 3 captures")]
+)
+def test_a_try_has_its_time_for_each_capture(monkeypatch, captures, seconds, words):
+    now = 10.0
+    monkeypatch.setattr(workers, "time", SimpleNamespace(monotonic=lambda: now))
+    worker = Waiting(time_limit=2.0)
+    worker.submit([None] * captures)
+    now += seconds
+    assert worker.result() is None
+    now += 0.1
+    error = worker.result()
+    assert isinstance(error, TimeoutError)
+    assert str(error) == f"took longer than workers.time_limit = 2 s{words}"
+    assert worker.jobs == ()
+
+
+class DyingPool:
+    """A pool whose process dies as soon as it is there."""
+
+    def __init__(self, **_):
+        self.died = False
+
+    def submit(self, *_):
+        if self.died:
+            raise BrokenProcessPool("died")
+        self.died, answer = True, Future()
+        answer.set_exception(BrokenProcessPool("died"))
+        return answer
+
+    def shutdown(self, **_):
+        pass
+
+
+def test_a_process_that_dies_at_once_fails_each_try(monkeypatch):
+    monkeypatch.setattr(workers, "ProcessPoolExecutor", DyingPool)
+    with workers.workers(["cpu"], 60) as (worker,):
+        for _ in range(2):
+            worker.submit([None])
+            assert isinstance(worker.result(), BrokenProcessPool)
+            assert worker.free
 
 
 def test_notes_are_few_and_never_in_the_way(tmp_path, monkeypatch):

@@ -2,7 +2,6 @@
 
 import logging
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -87,11 +86,12 @@ def attack_captures(
             # Called before looking, so that no capture comes between the two unnoticed.
             dispatcher.look_for_captures(last_look=no_more())
             dispatcher.hand_out(all_workers)
-            dispatcher.collect(all_workers)
+            freed = dispatcher.collect(all_workers)
             crew.report(dispatcher.progress(all_workers))
             if dispatcher.done(all_workers):
                 return
-            process.wait_for_any(all_workers, POLL_SECONDS)
+            if not freed:  # else a worker is free, and may get more at once
+                process.wait_for_any(all_workers, POLL_SECONDS)
         for worker in all_workers:
             if worker.jobs:
                 worker.give_up()
@@ -187,14 +187,17 @@ class Dispatcher:
                 if jobs := self._jobs(work):
                     worker.submit(jobs)
 
-    def collect(self, all_workers: Sequence[Worker]) -> None:
-        """Records the answers that have come, and tries that failed."""
+    def collect(self, all_workers: Sequence[Worker]) -> bool:
+        """Records the answers that have come, and tries that failed; returns whether some had."""
+        some = False
         for worker in all_workers:
             if (jobs := worker.jobs) and (outcome := worker.result()) is not None:
                 if isinstance(outcome, BaseException):
                     self._record_failure(jobs, outcome)
                 else:
                     self._record(outcome)
+                some = True
+        return some
 
     def done(self, all_workers: Sequence[Worker]) -> bool:
         """Returns whether all is attacked and no more captures come."""
@@ -308,8 +311,8 @@ def attacking(run: Run, experiment: Experiment, crew: Crew = ALONE) -> Iterator[
             _log.info("training ended: %s", error)
         trained.set()
         # Not `join`: when Ctrl-C interrupts that, Python takes the thread for one that has ended.
-        while not ended.is_set():
-            time.sleep(POLL_SECONDS)
+        while not ended.wait(POLL_SECONDS):
+            pass
     finally:
         stopped.set()
         if thread.is_alive():

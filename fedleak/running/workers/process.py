@@ -16,7 +16,7 @@ import os
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TypeVar
 
 import psutil
 import torch
@@ -42,6 +43,8 @@ from fedleak.training.observation import Knowledge, Observation
 from fedleak.util.errors import CaptureError
 from fedleak.util.processes import end_with_parent, holding_ctrl_c, start_tracker
 from fedleak.util.rng import stream
+
+T = TypeVar("T")
 
 NOTE_SECONDS = 1.0
 """The shortest time between two notes of a worker on the progress of its attack."""
@@ -230,7 +233,7 @@ class LocalWorker(Worker):
             self.answer = self._pool.submit(_work_and_note, self.jobs, self._device, self._note)
         except BrokenProcessPool:  # killed while it had nothing to do
             self._restart()
-            self.answer = self._pool.submit(_work_and_note, self.jobs, self._device, self._note)
+            self.answer = self._asked(_work_and_note, self.jobs, self._device, self._note)
 
     def result(self) -> list[Answer] | BaseException | None:
         """Returns an answer per job, or why there is none; None while it works."""
@@ -272,7 +275,16 @@ class LocalWorker(Worker):
         # that is only told to shut down first completes the attack, and Python waits for that.
         with holding_ctrl_c():  # the process starts here
             self._pid = self._pool.submit(os.getpid)
-        self._ready = self._pool.submit(prepare, self._device)
+        self._ready = self._asked(prepare, self._device)
+
+    def _asked(self, call: Callable[..., T], *arguments: object) -> Future[T]:
+        """Hands the process a call; one that has died already fails it."""
+        try:
+            return self._pool.submit(call, *arguments)
+        except BrokenProcessPool as error:
+            failed: Future[T] = Future()
+            failed.set_exception(error)
+            return failed
 
 
 @contextmanager
