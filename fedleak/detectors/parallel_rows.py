@@ -59,7 +59,7 @@ def _median(rows: NDArray[np.floating]) -> float:
     """Returns the median |cos| of pairs of rows that are not zero."""
     rows = rows[np.any(rows != 0, axis=1)].astype(np.float64)
     if len(rows) > MOST:
-        digest = hashlib.sha256(np.ascontiguousarray(rows)).digest()
+        digest = hashlib.sha256(rows.tobytes()).digest()
         draw = np.random.default_rng(int.from_bytes(digest))
         rows = rows[draw.choice(len(rows), MOST, replace=False)]
     if len(rows) < 2:
