@@ -1,16 +1,19 @@
 import io
+import random
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
+from rich.measure import Measurement
 
 from fedleak.audit.privacy.ledger import defense_means, guarantee
 from fedleak.report.html.render import _environment
+from fedleak.report.table import Cell, Column, Table
 from fedleak.report.tables.attacks import attack_table
 from fedleak.report.tables.canaries import FIRST_CLIENTS, canary_table
 from fedleak.report.tables.defenses import defense_tables
 from fedleak.report.tables.leakage import epsilon_of
-from fedleak.report.terminal.table import print_table
+from fedleak.report.terminal.table import _rich_table, least_width, print_table
 from fedleak.store.records import DefenseFigures, DefenseRow, LedgerRow
 from fedleak.store.run import EVERYONE, Key
 from fedleak.store.summaries import (
@@ -150,3 +153,20 @@ def test_a_page_has_the_bounds_of_all_clients_and_a_terminal_those_of_the_first(
     printed = console.file.getvalue()
     assert "5 more are in the report of the run." in printed
     assert printed.count("\n") < len(table.rows) + 20
+
+
+def test_the_least_width_of_a_table_is_what_rich_measures():
+    rng, wide = random.Random(0), Console(width=10_000, force_terminal=False)
+
+    def text():
+        return " ".join(
+            "ab世"[rng.randrange(3)] * rng.randrange(30) for _ in range(rng.randrange(4))
+        )
+
+    for size in range(1, 7):
+        columns = [Column(text(), words=rng.random() < 0.5) for _ in range(size)]
+        rows = [[Cell(text(), below=[text()]) for _ in range(size)] for _ in range(3)]
+        table = Table(title=text(), columns=columns, rows=rows)
+        for breaks in (False, True):
+            measured = Measurement.get(wide, wide.options, _rich_table(table, breaks=breaks))
+            assert least_width(table, breaks=breaks) == measured.minimum

@@ -1,13 +1,13 @@
 """Prints a table on a terminal. Whatever is in it is made printable, and none of it is markup."""
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -27,34 +27,54 @@ def print_table(console: Console, table: Table) -> None:
     if left_out := len(table.rows) - len(first_rows):
         more = f"{left_out:,} more are in the report of the run."
         table = replace(table, rows=first_rows, notes=[*table.notes, more])
-    for part in table.parts(lambda part: _fits(_rich_table(part), console)):
-        shown = [_rich_table(part)]
-        if not _fits(shown[0], console):
-            shown = [_rich_table(part, breaks=True)]
-        if table.groups and not _fits(shown[0], console):
-            stacked = _stacked(part).parts(lambda p: _fits(_rich_table(p, breaks=True), console))
-            shown = [_rich_table(piece, breaks=True) for piece in stacked]
-        for piece in shown:
-            _share_room(piece, console)
-            console.print(piece)
+    for part in table.parts(lambda part: least_width(part) <= console.width):
+        breaks, pieces = least_width(part) > console.width, [part]
+        if breaks and table.groups and least_width(part, breaks=True) > console.width:
+            stacked = _stacked(part)
+            pieces = [*stacked.parts(lambda p: least_width(p, breaks=True) <= console.width)]
+        for piece in pieces:
+            shown = _rich_table(piece, breaks=breaks)
+            _share_room(shown, console.width - least_width(piece, breaks=breaks))
+            console.print(shown)
     for note in table.notes:
         console.print(f"[dim]{markup(note)}[/]")
 
 
-def _fits(shown: RichTable, console: Console) -> bool:
-    return _least_width(shown) <= console.width
+def least_width(table: Table, *, breaks: bool = False) -> int:
+    """Returns the width below which Rich breaks words, or cuts off what is not to be broken.
+
+    To have Rich measure it takes most of the time of printing a run.
+    """
+    widths = [_widths(column, lines) for column, lines in _columns(table)]
+    columns = zip(table.columns, widths, strict=True)
+    needed = [width.word if breaks or column.words else width.line for column, width in columns]
+    return sum(needed) + 2 * len(needed) + 1  # a space behind each, and one beside it or the edge
 
 
-def _least_width(shown: RichTable) -> int:
-    anywhere = Console(width=10_000, force_terminal=False)
-    return Measurement.get(anywhere, anywhere.options, shown).minimum
+def _columns(table: Table) -> Iterator[tuple[Column, list[str]]]:
+    """Yields each column with its lines."""
+    for place, column in enumerate(table.columns):
+        yield column, [line for row in table.rows for line in row[place].lines]
 
 
-def _share_room(shown: RichTable, console: Console) -> None:
+class _Widths(NamedTuple):
+    """The cells that the longest word of a column takes, and its longest line."""
+
+    word: int
+    line: int
+
+
+def _widths(column: Column, lines: Sequence[str]) -> _Widths:
+    words = [word for line in (printable(column.heading), *lines) for word in line.split()]
+    longest = max(map(cell_len, words), default=0)
+    return _Widths(longest, max([longest, *map(cell_len, lines)]))
+
+
+def _share_room(shown: RichTable, room: int) -> None:
     """Sets the widths of columns: Rich may cut off the last one although all have room."""
     columns = shown.columns
     widths, most = ([getattr(c, f"{end}_width") or 0 for c in columns] for end in ("min", "max"))
-    for _ in range(console.width - _least_width(shown)):
+    for _ in range(room):
         short = [place for place, width in enumerate(widths) if width < most[place]]
         if not short:
             return
@@ -71,8 +91,7 @@ def _rich_table(table: Table, *, breaks: bool = False) -> RichTable:
         padding=(0, 1, 0, 0),
         title_justify="left",
     )
-    for place, column in enumerate(table.columns):
-        lines = [line for row in table.rows for line in row[place].lines]
+    for column, lines in _columns(table):
         _add_column(shown, column, lines, breaks or column.words)
     last: Sequence[Cell] | None = None
     for row in table.rows:
@@ -88,12 +107,9 @@ def _rich_table(table: Table, *, breaks: bool = False) -> RichTable:
 
 def _add_column(shown: RichTable, column: Column, lines: Sequence[str], breaks: bool) -> None:
     """Adds a column in which no word is broken unless it is very long."""
-    heading = printable(column.heading)
-    words = [word for line in (heading, *lines) for word in line.split()]
-    longest = max(map(cell_len, words), default=0)
-    widest = max([longest, *map(cell_len, lines)])
+    longest, widest = _widths(column, lines)
     shown.add_column(
-        Text(textwrap.fill(heading, max(widest, 1))),
+        Text(textwrap.fill(printable(column.heading), max(widest, 1))),
         justify="left" if column.words else "right",
         overflow="fold",
         no_wrap=not breaks or widest <= longest,
