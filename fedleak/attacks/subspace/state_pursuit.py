@@ -23,7 +23,7 @@ None of this is a proof: that takes making the client's steps again (`replay`), 
 gradient.
 
 Shapes: N texts or prefixes, J next tokens, V vocabulary, D hidden size, T tokens, O outputs and I
-inputs of a layer, A rows.
+inputs of a layer, A rows, X any axes.
 """
 
 import math
@@ -455,9 +455,17 @@ def _own_texts(model: LanguageModel, rng: torch.Generator) -> Tensor:
     ids_NT = torch.tensor([first] * _OWN_TEXTS, dtype=torch.long)
     if not first:
         ids_NT = torch.multinomial(said_V, _OWN_TEXTS, generator=rng)[:, None]
+    outer: Any = model.module
+    new_NT, past = ids_NT, None
     for _ in range(_OWN_TOKENS):
-        next_NV = _log_probabilities(model, ids_NT.to(model.device), last=True)[:, 0].exp()
-        ids_NT = torch.cat([ids_NT, torch.multinomial(next_NV.cpu(), 1, generator=rng)], 1)
+        # What earlier tokens give to attention is kept, not computed again.
+        seen = outer.base_model(
+            input_ids=new_NT.to(model.device), past_key_values=past, use_cache=True
+        )
+        past = seen.past_key_values
+        next_NV = _next(model, seen.last_hidden_state[:, -1]).exp()
+        new_NT = torch.multinomial(next_NV.cpu(), 1, generator=rng)
+        ids_NT = torch.cat([ids_NT, new_NT], 1)
     return ids_NT.to(model.device)
 
 
@@ -510,10 +518,15 @@ def _log_probabilities(model: LanguageModel, ids_NT: Tensor, last: bool = False)
     """Returns the log probability [N, T, V] of each next token; special tokens have almost none."""
     outer: Any = model.module
     hidden_NTD = outer.base_model(input_ids=ids_NT).last_hidden_state
-    logits_NTV: Tensor = outer.get_output_embeddings()(hidden_NTD[:, -1:] if last else hidden_NTD)
-    logits_NTV = logits_NTV.float()
-    logits_NTV[..., _unsaid(model)] = _NEVER
-    return logits_NTV.log_softmax(-1)
+    return _next(model, hidden_NTD[:, -1:] if last else hidden_NTD)
+
+
+def _next(model: LanguageModel, hidden_XD: Tensor) -> Tensor:
+    """Returns the log probability [..., V] of the token behind each last hidden state [..., D]."""
+    outer: Any = model.module
+    logits_XV: Tensor = outer.get_output_embeddings()(hidden_XD).float()
+    logits_XV[..., _unsaid(model)] = _NEVER
+    return logits_XV.log_softmax(-1)
 
 
 def _first(model: LanguageModel) -> tuple[int, ...]:
