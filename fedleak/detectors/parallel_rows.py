@@ -16,7 +16,7 @@ FEWEST = 16
 MOST = 256
 """The most rows of a matrix that are compared.
 
-A hash of the matrix decides which, so that a server cannot put other rows where they are compared.
+A hash of the matrix decides which: whoever moves a row changes which are compared.
 """
 
 

@@ -390,7 +390,7 @@ def test_parallel_rows_are_found_in_rows_and_in_columns():
     assert statistic == pytest.approx(np.median(cosines), abs=1e-3)
 
 
-def test_a_server_cannot_put_other_rows_where_rows_are_compared():
+def test_a_sum_does_not_tell_which_rows_are_compared():
     rng = np.random.default_rng(0)
     rows = np.repeat(rng.normal(size=(1, 64)), 512, 0) + 0.01 * rng.normal(size=(512, 64))
     rows[:112] = rng.normal(size=(112, 64))

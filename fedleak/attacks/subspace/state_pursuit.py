@@ -459,11 +459,11 @@ def _own_texts(model: LanguageModel, rng: torch.Generator) -> Tensor:
     new_NT, past = ids_NT, None
     for _ in range(_OWN_TOKENS):
         # What earlier tokens give to attention is kept, not computed again.
-        seen = outer.base_model(
+        output = outer.base_model(
             input_ids=new_NT.to(model.device), past_key_values=past, use_cache=True
         )
-        past = seen.past_key_values
-        next_NV = _next(model, seen.last_hidden_state[:, -1]).exp()
+        past = output.past_key_values
+        next_NV = _next(model, output.last_hidden_state[:, -1]).exp()
         new_NT = torch.multinomial(next_NV.cpu(), 1, generator=rng)
         ids_NT = torch.cat([ids_NT, new_NT], 1)
     return ids_NT.to(model.device)

@@ -90,7 +90,7 @@ def attack_captures(
             crew.report(dispatcher.progress(all_workers))
             if dispatcher.done(all_workers):
                 return
-            if not freed:  # else a worker is free, and may get more at once
+            if not freed:  # else one may get more at once
                 process.wait_for_any(all_workers, POLL_SECONDS)
         for worker in all_workers:
             if worker.jobs:
@@ -188,16 +188,16 @@ class Dispatcher:
                     worker.submit(jobs)
 
     def collect(self, all_workers: Sequence[Worker]) -> bool:
-        """Records the answers that have come, and tries that failed; returns whether some had."""
-        some = False
+        """Records answers that have come, and tries that failed; returns whether that freed one."""
+        freed = False
         for worker in all_workers:
             if (jobs := worker.jobs) and (outcome := worker.result()) is not None:
                 if isinstance(outcome, BaseException):
                     self._record_failure(jobs, outcome)
                 else:
                     self._record(outcome)
-                some = True
-        return some
+                freed = True
+        return freed
 
     def done(self, all_workers: Sequence[Worker]) -> bool:
         """Returns whether all is attacked and no more captures come."""
