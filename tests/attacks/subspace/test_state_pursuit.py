@@ -235,3 +235,22 @@ def test_out_of_time_it_ends_within_a_part_of_the_first_tokens(small, observe, m
     calls.clear()
     StatePursuit(seconds=300)(seen, model, rng=stream(0, "texts"))
     assert 2 < in_time < 30 < len(calls)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_the_model_writes_as_if_it_read_all_again_for_each_token(small, family, monkeypatch):
+    model = small(family, CAUSAL_LM)
+    draws = []
+
+    def noted(probabilities, count, generator):
+        draws.append(probabilities)
+        return drawn(probabilities, count, generator=generator)
+
+    drawn = torch.multinomial
+    monkeypatch.setattr(torch, "multinomial", noted)
+    with torch.no_grad():
+        texts_NT = state_pursuit._own_texts(model, stream(0, "own"))
+        begun = texts_NT.shape[1] - state_pursuit._OWN_TOKENS
+        for length, next_NV in enumerate(draws[-state_pursuit._OWN_TOKENS :], begun):
+            again = state_pursuit._log_probabilities(model, texts_NT[:, :length], last=True)
+            torch.testing.assert_close(next_NV, again[:, 0].exp())
