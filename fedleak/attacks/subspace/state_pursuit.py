@@ -14,9 +14,10 @@ them (Bussgang 1952).
 - **Score.** Explaining a share e of the square of an update is -log(1 - e) / 2 nats for each number
   that counts as independent. The log probability that the model gives a text is added.
 - **Search.** A beam of prefixes. Next tokens are tried by their log probability, by how much
-  likelier a step along the update makes them, and by what their rows of the embedding explain in
-  the first layer. The end of a text is a token, too.
-- **Mending.** Single changes anywhere in a text, as long as one explains more.
+  likelier a step along the update makes them, and by what their inputs explain in the first layer
+  once those of the prefix are taken out. The end of a text is a token, too.
+- **Mending.** Single changes anywhere in a text, as long as one explains more. There the first
+  layer's inputs of all other tokens are taken out.
 - **Batches.** Each text is sought, and mended, beside the texts that were found.
 
 None of this is a proof: that takes making the client's steps again (`replay`), or recomputing the
@@ -27,7 +28,7 @@ inputs of a layer, A rows, X any axes.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, NamedTuple
@@ -55,23 +56,32 @@ _RIDGE = 0.3
 _INDEPENDENT = 0.1
 """Share of an update's numbers that count as independent."""
 
-_FIRST, _TRIED = 512, 48
-"""Next tokens that are tried behind the beginning, and behind each prefix."""
+_BEGINNINGS, _FIRST, _TRIED = 16, 512, 24
+"""First tokens, where none begins all texts; next tokens that are tried behind the beginning, and
+behind each prefix."""
 
 _EARLY = 192
 """Prefixes that are kept, times the square of their number of tokens, while they are short."""
 
-_ROWS, _TABLE = 16, 0.15
-"""Rows of the first layer that count, at most; the weight of their nats among the next tokens."""
+_ROWS, _AXES = 16, 64
+"""Rows of a weight of the first layer that count as independent, at most; axes that stand for the
+rows of all of them."""
 
-_STALE, _BEGUN = 2, 8
+_TABLE = 0.1
+"""Weight of the nats of the first layer beside log probabilities and scores."""
+
+_LEFT, _ALIKE = 0.04, 1e-3
+"""Share of the square of an input that those of known tokens must leave, or nothing is said of its
+token; added to the squares of these, because some are nearly the same."""
+
+_STALE, _BEGUN = 4, 8
 """Tokens by which the beam grows without a better text before the search ends; tokens from which on
 there must be one that explains more than chance."""
 
 _FAR = 0.003
 """How far weights move along an update, as a share of their norm, to see what it makes likelier."""
 
-_CHANGES = 8
+_CHANGES = 16
 """Tokens that are tried at each place of a text."""
 
 _NEVER = -1e4
@@ -114,7 +124,7 @@ class StatePursuit(OneByOne):
     """
 
     kind: ClassVar[str] = "state_pursuit"
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     slow: ClassVar[bool] = True
     uses: ClassVar[frozenset[str]] = frozenset()
     width: Annotated[int, Field(ge=1)] = 4
@@ -185,6 +195,61 @@ class StatePursuit(OneByOne):
         )
 
 
+class _FirstLayer:
+    """What an update says of the first layer's inputs, which are those of single tokens.
+
+    Each row of a gradient there is a mix of these inputs. As in orthogonal matching pursuit, the
+    inputs of known tokens are taken out of the rows, and out of the inputs of all other tokens,
+    before the two are compared.
+    """
+
+    def __init__(
+        self, model: LanguageModel, gradients_AD: Sequence[Tensor], whiten_DD: Tensor | None
+    ) -> None:
+        """Takes the gradients of the weights that multiply these inputs, whitened, if any came."""
+        table = model.family.token_table(model.module)
+        ids_V = torch.arange(model.vocabulary, device=model.device)
+        # Where there are positions, any place will do.
+        states_VD = table(ids_V, torch.full_like(ids_V, 3)).detach()
+        rows_AD = F.normalize(torch.cat([states_VD[:0], *gradients_AD]))
+        # The main axes of the rows, which stand for all of them.
+        square_D, axes_DD = torch.linalg.eigh(rows_AD.T @ rows_AD)
+        square_A, axes_DA = square_D[-_AXES:].clamp_min(0), axes_DD[:, -_AXES:]
+        self._states_VD = F.normalize(states_VD if whiten_DD is None else states_VD @ whiten_DD)
+        self._rows_AV = square_A.sqrt()[:, None] * (axes_DA.T @ self._states_VD.T)
+        self._square = float(square_A.sum())
+        self._count = sum(min(len(rows_AD), _ROWS) for rows_AD in gradients_AD)
+        self._unsaid = _unsaid(model)
+
+    def nats(self, known: Sequence[Collection[int]]) -> Tensor:
+        """Returns the nats [N, V] that each token explains beside N sets of known tokens.
+
+        Known tokens have what chance explains. What half of the vocabulary explains is taken off,
+        because it tells no token from another: the inputs of words that a model did not meet in
+        training are nearly the same.
+        """
+        nats_NV = torch.stack([self._explained(sorted({*tokens})) for tokens in known])
+        nats_NV = (nats_NV - nats_NV.median(1, keepdim=True).values).clamp_min(0)
+        nats_NV[:, self._unsaid] = _NEVER
+        return nats_NV
+
+    def _explained(self, tokens_K: list[int]) -> Tensor:
+        """Returns the nats [V] of tokens beyond chance, beside K others."""
+        products_KV = self._states_VD[tokens_K] @ self._states_VD.T
+        ridge_KK = _ALIKE * torch.eye(len(tokens_K), device=products_KV.device)
+        root_KK = torch.linalg.cholesky(products_KV[:, tokens_K] + ridge_KK)
+        parts_KV = torch.linalg.solve_triangular(root_KK, products_KV, upper=False)
+        known_KA = self._rows_AV[:, tokens_K].T
+        parts_KA = torch.linalg.solve_triangular(root_KK, known_KA, upper=False)
+        left_V = 1 - parts_KV.square().sum(0)
+        left = max(self._square - float(parts_KA.square().sum()), _SMALL)
+        along_AV = self._rows_AV - parts_KA.T @ parts_KV
+        share_V = (along_AV.square().sum(0) / (left_V * left)).clamp(max=_ALL)
+        width = max(self._states_VD.shape[1] - len(tokens_K), 0)
+        nats_V = -self._count / 2 * (width * torch.log1p(-share_V) + 1)
+        return nats_V.masked_fill(left_V < _LEFT, 0)
+
+
 class _Update:
     """An update, and how well gradients of single texts explain it.
 
@@ -203,7 +268,6 @@ class _Update:
             if name in gradients and gradients[name].any()
         ]
         self.layers: list[Layer] = []
-        self.table_V = torch.zeros(model.vocabulary, device=model.device)
         # Adapters of a first round have a first matrix that does not change.
         if all(name.endswith(_LORA_B) for name in names):
             return
@@ -211,6 +275,7 @@ class _Update:
         recipe = seen.knowledge.recipe
         divided = recipe is not None and not recipe.adds_up
         states = with_adapters(model.family.attention_parameters(0))
+        first_rows, first_II = list[Tensor](), None
         along: dict[str, Tensor] = {}
         for name, module, (given_MI, slope_MO) in zip(
             names, modules, _tokens(model, modules, _own_texts(model, rng)), strict=True
@@ -227,8 +292,10 @@ class _Update:
             if not name.endswith(_LORA_A):  # which says little about outputs
                 along_OI = out_OO @ layer.sent_OI @ in_II.T
                 along[name] = along_OI.T if turned else along_OI
-            if name in states:
-                self.table_V += _table_nats(model, rows_OI, in_II)
+            if name in states:  # All of them have the same inputs.
+                first_rows.append(rows_OI)
+                first_II = in_II
+        self.first_layer = _FirstLayer(model, first_rows, first_II)
         weights, length = (
             math.hypot(*(float(tensors[name].norm()) for name in along))
             for tensors in (model.parameters(), along)
@@ -255,7 +322,7 @@ class _Update:
             more_NTV = _log_probabilities(self._model, ids_NT, last) - before_NTV
         deviation_NT1, mean_NT1 = torch.std_mean(more_NTV, -1, keepdim=True)
         more_NTV = (more_NTV - mean_NT1) / (deviation_NT1 + _SMALL)
-        return before_NTV + more_NTV + _TABLE * self.table_V
+        return before_NTV + more_NTV
 
     def gradients(
         self, texts: Sequence[tuple[int, ...]], since: int = 1
@@ -283,7 +350,7 @@ class _Update:
 
     def nats(self, gradients: Sequence[Tensor]) -> Tensor:
         """Returns the nats [N] that gradients [N, O, I] of the layers explain."""
-        along_N = square_N = torch.zeros(len(gradients[0]), device=self.table_V.device)
+        along_N = square_N = torch.zeros(len(gradients[0]), device=self._model.device)
         for layer, gradient_NOI in zip(self.layers, gradients, strict=True):
             along_N = along_N + (gradient_NOI * layer.sent_OI).sum((1, 2))
             square_N = square_N + gradient_NOI.square().sum((1, 2))
@@ -314,6 +381,7 @@ class _Search:
         self._update, self._longest = update, longest
         self._first = _first(model)
         (self._end,) = certificate.close(model, ())
+        self._known = {token for text in beside for token in text.ids}
         self._beside = [torch.zeros_like(layer.sent_OI)[None] for layer in update.layers]
         for text in beside:
             _, gradients = update.gradients([text.ids])
@@ -321,13 +389,11 @@ class _Search:
 
     def best(self, width: int, clock: Clock) -> tuple[int, ...]:
         """Returns the text of the best score that a beam finds, closed."""
-        table_V = self._update.table_V
-        # If no token begins all texts, the first token is no target, and nothing is known of it.
-        unknown: list[tuple[int, ...]] = [(i,) for i in table_V.topk(_EARLY).indices.tolist()]
-        beam = self._begun([self._first] if self._first else unknown)
+        beam = self._begun(self._beginnings())
         ended, most, stale = dict[tuple[int, ...], float](), -math.inf, 0
         while True:
-            hints_NV = self._update.hints(beam.ids, last=True)[:, 0]
+            nats_NV = self._update.first_layer.nats([{*ids, *self._known} for ids in beam.ids])
+            hints_NV = self._update.hints(beam.ids, last=True)[:, 0] + _TABLE * nats_NV
             count = _TRIED if len(beam.ids) > 1 else _FIRST
             tried_NJ = hints_NV.topk(min(count, hints_NV.shape[1])).indices
             texts = [
@@ -346,14 +412,22 @@ class _Search:
                 return max(ended, key=ended.__getitem__)
             scores_N[::per_prefix] = -math.inf
             # A token's own gradient does not contain its effect on later tokens, so half of the
-            # prefixes are those that the embedding's row of their last token supports.
-            last_N = torch.tensor([ids[-1] for ids in texts], device=table_V.device)
+            # prefixes are those whose last token the first layer supports.
+            last_N = torch.tensor([ids[-1] for ids in texts], device=nats_NV.device)
             count = max(width, _EARLY // len(texts[0]) ** 2)
-            ranks = (scores_N, scores_N + _TABLE * table_V[last_N])
+            ranks = (scores_N, scores_N + _TABLE * nats_NV[rows, last_N])
             kept = sorted(
                 {i for rank_N in ranks for i in rank_N.topk(-(-count // 2)).indices.tolist()}
             )
             beam = self._grown([texts[i] for i in kept], beam, rows[kept])
+
+    def _beginnings(self) -> list[tuple[int, ...]]:
+        """Returns what begins all texts, or the first tokens that the first layer supports."""
+        if self._first:
+            return [self._first]
+        # The first token is no target, so that nothing else is known of it.
+        (nats_V,) = self._update.first_layer.nats([self._known])
+        return [(token,) for token in nats_V.topk(min(_BEGINNINGS, len(nats_V))).indices.tolist()]
 
     def mended(self, ids: tuple[int, ...], clock: Clock) -> Judged:
         """Returns a closed text after single changes that explain more, the best one first."""
@@ -369,28 +443,32 @@ class _Search:
 
     def _changed(self, ids: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         """Yields texts with a token less, two exchanged, another one, or one more."""
-        tried = self._update.hints([ids])[0].topk(_CHANGES).indices.tolist()
-        for place in range(max(1, len(self._first)), len(ids)):
+        places = range(len(self._first), len(ids))
+        others = [{*ids[:place], *ids[place + 1 :], *self._known} for place in places]
+        # A first token is no target: all are as likely.
+        hints_TV = F.pad(self._update.hints([ids[:-1]])[0], (0, 0, 1, 0))[len(self._first) :]
+        hints_TV = hints_TV + _TABLE * self._update.first_layer.nats(others)
+        for place, tried in zip(places, hints_TV.topk(_CHANGES).indices.tolist(), strict=True):
             before, behind = ids[:place], ids[place + 1 :]
-            for token in tried[place - 1]:
+            for token in tried:
                 if len(ids) < self._longest:
                     yield (*before, token, *ids[place:])
                 if behind:
                     yield (*before, token, *behind)
-            if behind:
+            if behind and len(ids) > 2:
                 yield before + behind
             if len(behind) > 1:
                 yield (*before, behind[0], ids[place], *behind[1:])
 
     def _whole(self, texts: Sequence[tuple[int, ...]], clock: Clock = UNLIMITED) -> Tensor:
-        """Returns the scores [N] of texts that begin with the same token."""
-        start = self._begun([texts[0][:1]])
-        return self._scores(texts, start, torch.zeros(len(texts), dtype=torch.long), clock)
+        """Returns the scores [N] of texts."""
+        start = self._begun([ids[:1] for ids in texts])
+        return self._scores(texts, start, torch.arange(len(texts)), clock)
 
     def _begun(self, ids: Sequence[tuple[int, ...]]) -> _Prefixes:
         """Returns prefixes of which no token is a target."""
         sums = [sum_1OI.expand(len(ids), -1, -1) for sum_1OI in self._beside]
-        return _Prefixes(ids, self._update.table_V.new_zeros(len(ids)), sums)
+        return _Prefixes(ids, torch.zeros(len(ids), device=self._beside[0].device), sums)
 
     def _grown(self, ids: Sequence[tuple[int, ...]], beam: _Prefixes, rows_N: Tensor) -> _Prefixes:
         """Returns prefixes that are a token longer than these rows of the beam."""
@@ -497,21 +575,6 @@ def _whitening(rows_ND: Tensor) -> tuple[Tensor, Tensor]:
     covariance_DD += _RIDGE * torch.eye(len(size_D), device=size_D.device)
     root_DD = torch.linalg.inv(torch.linalg.cholesky(covariance_DD)).T
     return root_DD / size_D[:, None], size_D
-
-
-def _table_nats(model: LanguageModel, rows_AD: Tensor, whiten_DD: Tensor) -> Tensor:
-    """Returns the nats [V] that tokens explain of the first layer's rows, beyond chance."""
-    table = model.family.token_table(model.module)
-    ids_V = torch.arange(model.vocabulary, device=model.device)
-    # Where there are positions, any place will do.
-    state_VD = table(ids_V, torch.full_like(ids_V, 3)) @ whiten_DD
-    unit_VD = state_VD / (state_VD.norm(dim=1, keepdim=True) + _SMALL)
-    rows_AD = rows_AD / (rows_AD.norm(dim=1, keepdim=True) + _SMALL)
-    share_V = (rows_AD @ unit_VD.T).square().mean(0)
-    count, width = min(len(rows_AD), _ROWS), rows_AD.shape[1]
-    nats_V = -0.5 * count * width * torch.log1p(-share_V.clamp(max=_ALL)) - count / 2
-    nats_V[_unsaid(model)] = 0
-    return nats_V
 
 
 def _log_probabilities(model: LanguageModel, ids_NT: Tensor, last: bool = False) -> Tensor:

@@ -135,6 +135,63 @@ def test_an_update_makes_likelier_what_it_was_trained_on(adapted):
 
 
 @torch.no_grad()
+def test_the_first_layer_says_what_is_left_of_rows_and_inputs_without_known_tokens(small):
+    """Token by token, by least squares."""
+    model = small("llama", CAUSAL_LM, width=48)
+    rng = torch.Generator().manual_seed(0)
+    whiten_DD = torch.randn(48, 48, generator=rng)
+    ids_V = torch.arange(model.vocabulary)
+    states_VD = model.family.token_table(model.module)(ids_V, ids_V) @ whiten_DD
+    states_VD = states_VD / states_VD.norm(dim=1, keepdim=True).clamp_min(1e-9)
+    mixed, known = [20, 30, 40], (30, 50)
+    rows = [torch.randn(5, 3, generator=rng) @ states_VD[mixed] for _ in range(2)]
+    (nats_V,) = state_pursuit._FirstLayer(model, rows, whiten_DD).nats([known])
+
+    rows_AD = torch.cat(rows)
+    rows_AD = rows_AD / rows_AD.norm(dim=1, keepdim=True)
+
+    def left(vectors_ND):
+        known_DK = states_VD[list(known)].T
+        return vectors_ND - (known_DK @ torch.linalg.lstsq(known_DK, vectors_ND.T).solution).T
+
+    rows_AD, expected = left(rows_AD), []
+    for token in range(model.vocabulary):
+        (state_D,) = left(states_VD[token : token + 1])
+        if token in known:
+            expected.append(0.0)
+            continue
+        square = rows_AD.square().sum() * state_D.square().sum().clamp_min(1e-9)
+        share = (rows_AD @ state_D).square().sum() / square
+        expected.append(float(-10 / 2 * (46 * torch.log1p(-share) + 1)))
+    expected_V = torch.tensor(expected)
+    expected_V = (expected_V - expected_V.median()).clamp_min(0)
+    said_V = torch.ones(model.vocabulary, dtype=torch.bool)
+    said_V[state_pursuit._unsaid(model)] = False
+    torch.testing.assert_close(nats_V[said_V], expected_V[said_V], rtol=0.02, atol=0.3)
+    assert (nats_V[~said_V] < -1000).all()
+    assert set(nats_V.topk(2).indices.tolist()) == {20, 40}
+
+
+@torch.no_grad()
+def test_without_the_first_layer_it_says_nothing_of_a_token(small):
+    model = small("llama", CAUSAL_LM, width=48)
+    nats_NV = state_pursuit._FirstLayer(model, [], None).nats([{20}, ()])
+    assert nats_NV.shape == (2, model.vocabulary)
+    assert not nats_NV.clamp_min(0).any()
+
+
+@torch.no_grad()
+def test_a_wrong_first_word_is_mended_where_no_token_begins_all_texts(small, observe):
+    model = small("gpt2", CAUSAL_LM, layers=3, width=48)
+    (own,) = map(tuple, model.encode(["she told us that"]))
+    with torch.enable_grad():
+        seen = observe(model, ["she told us that"]).seen  # of one exact gradient
+    _, search = searched(model, seen)
+    for ids in ((own[0] + 1, *own[1:]), (own[2], *own), own[1:]):  # another, one more, one less
+        assert search.mended(ids, Clock(None)).ids == own
+
+
+@torch.no_grad()
 def test_a_wrong_word_a_missing_one_and_two_exchanged_are_mended(small, observe):
     model = small("llama", CAUSAL_LM, layers=3, width=48)
     (own,) = map(tuple, model.encode(["she told us that"]))
