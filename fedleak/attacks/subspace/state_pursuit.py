@@ -24,7 +24,7 @@ None of this is a proof: that takes making the client's steps again (`replay`), 
 gradient.
 
 Shapes: N texts or prefixes, J next tokens, V vocabulary, D hidden size, T tokens, O outputs and I
-inputs of a layer, A rows, X any axes.
+inputs of a layer, A rows, or axes that stand for them, K known tokens, X any axes.
 """
 
 import math
