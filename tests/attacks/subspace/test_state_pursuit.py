@@ -219,10 +219,10 @@ def test_tokens_of_texts_beside_are_taken_out_of_the_first_layer(small, observe,
     with torch.enable_grad():
         seen = observe(model, ["she told us that", "nobody knows it all"]).seen
     _, search = searched(model, seen, [Judged(texts[0], 0.0, 0.0)])
-    asked, nats = [], state_pursuit._FirstLayer.nats
+    known_sets, nats = [], state_pursuit._FirstLayer.nats
 
     def noted(own, known):
-        asked.extend(known)
+        known_sets.extend(known)
         return nats(own, known)
 
     monkeypatch.setattr(state_pursuit._FirstLayer, "nats", noted)
@@ -232,10 +232,10 @@ def test_tokens_of_texts_beside_are_taken_out_of_the_first_layer(small, observe,
         lambda: search.best(1, Clock(None)),
         lambda: list(search._changed(texts[1])),
     ):
-        asked.clear()
+        known_sets.clear()
         search_part()
-        assert asked
-        assert all({*texts[0]} <= {*known} for known in asked)
+        assert known_sets
+        assert all({*texts[0]} <= {*known} for known in known_sets)
 
 
 def test_adapters_of_a_first_round_say_nothing_and_it_says_so(small):
