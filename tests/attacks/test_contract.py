@@ -33,7 +33,6 @@ from fedleak.attacks import (
     read_by,
 )
 from fedleak.attacks.reconstruction import Reconstruction, Status
-from fedleak.attacks.subspace import state_pursuit
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, ModelSpec, load_parameters_, loading
 from fedleak.models.lora import Lora, adapt_
 from fedleak.training.observation import ClientUpdate, Knowledge, Observation, UpdateKind
@@ -139,12 +138,6 @@ def quick(kind):
     return attacks.kinds()[kind](**QUICK.get(kind, {}))
 
 
-@pytest.fixture
-def few_prefixes(monkeypatch):
-    """State pursuit keeps few beginnings, where it does not matter what it reads."""
-    monkeypatch.setattr(state_pursuit, "_EARLY", 16)
-
-
 ALL = sorted(attacks.kinds())
 BATCHED = [kind for kind in ALL if isinstance(quick(kind), Batched)]
 # `lamp` makes its batches with the code of the other two, and does more with them.
@@ -206,7 +199,6 @@ def assert_same(answer, other):
     assert answer == other
 
 
-@pytest.mark.usefixtures("few_prefixes")
 @over(("who", "built", "update"), meeting(with_facts(ALL), MODELS, list(UpdateKind)))
 def test_an_honest_update_is_answered_well_twice_and_left_alone(small, observe, who, built, update):
     (kind, facts), model = who, small(*built, width=32, longest=LONGEST)
@@ -277,7 +269,6 @@ def test_a_factor_on_the_whole_update_changes_nothing_that_is_read(small, observ
 USING_NOT_ALL = [kind for kind in ALL if set(GRANTED) - quick(kind).uses]
 
 
-@pytest.mark.usefixtures("few_prefixes")
 @over(("kind", "built"), product(USING_NOT_ALL, ONE_OF_EACH_FAMILY))
 def test_facts_that_it_does_not_use_change_nothing(small, observe, kind, built):
     attack, model = quick(kind), small(*built, width=32, longest=LONGEST)
@@ -287,7 +278,6 @@ def test_facts_that_it_does_not_use_change_nothing(small, observe, kind, built):
     assert_same(answer, run(attack, truth.seen, model))
 
 
-@pytest.mark.usefixtures("few_prefixes")
 @over(("kind", "part", "built"), [*meeting(ALL, PARTS, MODELS), *KEPT])
 def test_a_part_of_an_update_is_refused_by_its_key_or_answered(small, observe, kind, part, built):
     attack, model = quick(kind), small(*built, width=32, longest=LONGEST)
@@ -333,7 +323,6 @@ def test_an_attack_that_does_not_say_what_it_reads_reads_all(small, observe):
         assert read_by(quick(kind), setting) == setting.shared
 
 
-@pytest.mark.usefixtures("few_prefixes")
 @over(
     ("who", "built", "size"),
     meeting(with_facts(ALL), ONE_OF_EACH_FAMILY, [0.0, 1.0, 1e-30]),

@@ -1,36 +1,42 @@
-"""State pursuit: texts of a decoder, token after token, by how much of an update they explain.
+"""State pursuit: texts of a decoder, token after token, by the hidden states that they give.
 
-In next-token training the gradient of a text is the sum over its tokens of the gradients of
--log p(token | tokens before), which no later token changes. So a right prefix explains its part of
-an update, and texts grow token by token, as in orthogonal matching pursuit (Pati et al. 1993). That
-needs no span, so it works with adapters, which have fewer rows than a batch has tokens, and after
-Adam, whose first step leaves little more than signs: signs of Gaussian numbers still point along
-them (Bussgang 1952).
+The rows of a gradient of attention weights, or of the first matrices of their adapters, are mixes
+of the layer's inputs: hidden states of all tokens. In a causal model the states of a prefix depend
+on no later token. So texts grow token by token, as in orthogonal matching pursuit (Pati et al.
+1993): the states of a right prefix explain a part of the rows in every layer, in which those of
+another order or another token have none. DAGER (Petrov et al. 2024) asks whether states lie in the
+span of the rows; here a share is enough. So it works with adapters, which have fewer rows than a
+batch has tokens, and after Adam, whose first step leaves little more than signs: signs of Gaussian
+numbers still point along them (Bussgang 1952).
 
-- **Units.** In a linear layer a token's gradient is d x^T, with the input x and the gradient d at
-  the output. The model itself writes texts, whose d and x show which directions are common. They
-  whiten both sides, so that numbers of a gradient count alike (K-FAC, Martens and Grosse 2015).
-  Adam's divisor is multiplied back first, as far as those texts give it.
-- **Score.** Explaining a share e of the square of an update is -log(1 - e) / 2 nats for each number
-  that counts as independent. The log probability that the model gives a text is added.
+- **Units.** The model itself writes texts, whose inputs x and gradients d at the output show which
+  directions are common. They whiten both sides, so that numbers of a gradient d x^T count alike
+  (K-FAC, Martens and Grosse 2015). Adam's divisor is multiplied back first, as far as those texts
+  give it.
 - **Search.** A beam of prefixes. Next tokens are tried by their log probability, by how much
   likelier a step along the update makes them, and by what their inputs explain in the first layer
-  once those of the prefix are taken out. The end of a text is a token, too.
-- **Mending.** Single changes anywhere in a text, as long as one explains more. There the first
-  layer's inputs of all other tokens are taken out.
+  once those of the prefix are taken out. Prefixes are ranked by what each token explains more in
+  the first layers. Of that the logarithm counts: otherwise rare words, which explain most, would
+  come before their turn.
+- **Score.** A prefix may be a whole text. The gradient of a text, closed by the end token,
+  explains a share e of the square of the update: -log(1 - e) / 2 nats for each number that counts
+  as independent. The log probability that the model gives the text is added.
+- **Mending.** Single changes anywhere in a text, as long as one scores more. Those are scored whose
+  states explain most.
 - **Batches.** Each text is sought, and mended, beside the texts that were found.
 
 None of this is a proof: that takes making the client's steps again (`replay`), or recomputing the
 gradient.
 
 Shapes: N texts or prefixes, J next tokens, V vocabulary, D hidden size, T tokens, O outputs and I
-inputs of a layer, A rows, or axes that stand for them, K known tokens, X any axes.
+inputs of a weight, A axes that stand for rows, L layers, K known tokens, X any axes.
 """
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
@@ -56,16 +62,18 @@ _RIDGE = 0.3
 _INDEPENDENT = 0.1
 """Share of an update's numbers that count as independent."""
 
-_BEGINNINGS, _FIRST, _TRIED = 16, 512, 24
-"""First tokens, where none begins all texts; next tokens that are tried behind the beginning, and
-behind each prefix."""
+_BEGINNINGS, _TRIED = 16, 40
+"""First tokens, where none begins all texts; next tokens that are tried behind each prefix."""
 
-_EARLY = 192
-"""Prefixes that are kept, times the square of their number of tokens, while they are short."""
+_DEPTH = 8
+"""Layers whose inputs are looked at in the search."""
+
+_MENDED = 24
+"""Changes of a text whose gradients are computed."""
 
 _ROWS, _AXES = 16, 64
-"""Rows of a weight of the first layer that count as independent, at most; axes that stand for the
-rows of all of them."""
+"""Rows of a weight that count as independent, at most; axes that stand for the rows of all weights
+of a layer."""
 
 _TABLE = 0.1
 """Weight of the nats of the first layer beside log probabilities and scores."""
@@ -74,14 +82,17 @@ _LEFT, _ALIKE = 0.04, 1e-3
 """Share of the square of an input that those of known tokens must leave, or nothing is said of its
 token; added to the squares of these, because some are nearly the same."""
 
-_STALE, _BEGUN = 4, 8
+_LAYERS = 1.5
+"""Weight of the logarithm of what a token explains in each layer beside log probabilities."""
+
+_STALE, _BEGUN = 6, 8
 """Tokens by which the beam grows without a better text before the search ends; tokens from which on
 there must be one that explains more than chance."""
 
 _FAR = 0.003
 """How far weights move along an update, as a share of their norm, to see what it makes likelier."""
 
-_CHANGES = 16
+_CHANGES = 20
 """Tokens that are tried at each place of a text."""
 
 _NEVER = -1e4
@@ -124,10 +135,10 @@ class StatePursuit(OneByOne):
     """
 
     kind: ClassVar[str] = "state_pursuit"
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 4
     slow: ClassVar[bool] = True
     uses: ClassVar[frozenset[str]] = frozenset()
-    width: Annotated[int, Field(ge=1)] = 4
+    width: Annotated[int, Field(ge=1)] = 12
     longest: Annotated[int, Field(ge=1)] = 64
     seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
@@ -195,6 +206,61 @@ class StatePursuit(OneByOne):
         )
 
 
+class _Inputs(NamedTuple):
+    """What an update says of the inputs of a layer: rows of its gradients are mixes of them.
+
+    Attributes:
+        module: What multiplies the inputs.
+        rows_AD: The main axes of the whitened rows, which stand for all of them.
+        whiten_DD: The matrix that whitens inputs, multiplied from the right.
+        independent: Rows that count as independent.
+        known_DK: An orthonormal basis of inputs that are taken out, whitened.
+    """
+
+    module: nn.Module
+    rows_AD: Tensor
+    whiten_DD: Tensor
+    independent: int
+    known_DK: Tensor
+
+    @classmethod
+    def of_rows(
+        cls, module: nn.Module, gradients_AD: Sequence[Tensor], whiten_DD: Tensor
+    ) -> "_Inputs":
+        """Takes the whitened gradients of weights that multiply the same inputs."""
+        rows_AD = F.normalize(torch.cat(list(gradients_AD)))
+        square_D, axes_DD = torch.linalg.eigh(rows_AD.T @ rows_AD)
+        axes_AD = square_D[-_AXES:].clamp_min(0).sqrt()[:, None] * axes_DD[:, -_AXES:].T
+        independent = sum(min(len(rows_AD), _ROWS) for rows_AD in gradients_AD)
+        return cls(module, axes_AD, whiten_DD, independent, whiten_DD[:, :0])
+
+    def without(self, inputs_KD: Tensor) -> "_Inputs":
+        """Takes known inputs [K, D] out."""
+        axes_DK, size_K, _ = torch.linalg.svd(self._whitened(inputs_KD).T, full_matrices=False)
+        known_DK = axes_DK[:, size_K.square() > _ALIKE]  # What begins all texts is there once.
+        rows_AD = self.rows_AD - self.rows_AD @ known_DK @ known_DK.T
+        return self._replace(rows_AD=rows_AD, known_DK=known_DK)
+
+    def nats(self, inputs_NTD: Tensor) -> Tensor:
+        """Returns the nats [N] that the inputs of texts explain, each text's together."""
+        inputs_NTD = self._whitened(inputs_NTD)
+        inputs_NTD = inputs_NTD - inputs_NTD @ self.known_DK @ self.known_DK.T
+        length, width = inputs_NTD.shape[1:]
+        products_NTT = inputs_NTD @ inputs_NTD.mT
+        products_NTT += _ALIKE * torch.eye(length, device=inputs_NTD.device)
+        root_NTT = torch.linalg.cholesky(products_NTT)
+        parts_NTA = torch.linalg.solve_triangular(
+            root_NTT, inputs_NTD @ self.rows_AD.T, upper=False
+        )
+        share_N = parts_NTA.square().sum((1, 2)) / (self.rows_AD.square().sum() + _SMALL)
+        free = max(width - self.known_DK.shape[1], 0)
+        nats_N = free * torch.log1p(-share_N.clamp(max=_ALL)) + length
+        return -self.independent / 2 * nats_N
+
+    def _whitened(self, inputs_XD: Tensor) -> Tensor:
+        return F.normalize(inputs_XD @ self.whiten_DD, dim=-1)
+
+
 class _FirstLayer:
     """What an update says of the first layer's inputs, which are those of single tokens.
 
@@ -203,22 +269,19 @@ class _FirstLayer:
     before the two are compared.
     """
 
-    def __init__(
-        self, model: LanguageModel, gradients_AD: Sequence[Tensor], whiten_DD: Tensor | None
-    ) -> None:
-        """Takes the gradients of the weights that multiply these inputs, whitened, if any came."""
+    def __init__(self, model: LanguageModel, mixed: _Inputs | None) -> None:
+        """Takes what came of the gradients of the weights that multiply these inputs."""
         table = model.family.token_table(model.module)
         ids_V = torch.arange(model.vocabulary, device=model.device)
         # Where there are positions, any place will do.
         states_VD = table(ids_V, torch.full_like(ids_V, 3)).detach()
-        rows_AD = F.normalize(torch.cat([states_VD[:0], *gradients_AD]))
-        # The main axes of the rows, which stand for all of them.
-        square_D, axes_DD = torch.linalg.eigh(rows_AD.T @ rows_AD)
-        square_A, axes_DA = square_D[-_AXES:].clamp_min(0), axes_DD[:, -_AXES:]
-        self._states_VD = F.normalize(states_VD if whiten_DD is None else states_VD @ whiten_DD)
-        self._rows_AV = square_A.sqrt()[:, None] * (axes_DA.T @ self._states_VD.T)
-        self._square = float(square_A.sum())
-        self._count = sum(min(len(rows_AD), _ROWS) for rows_AD in gradients_AD)
+        if mixed is not None:
+            states_VD = states_VD @ mixed.whiten_DD
+        self._states_VD = F.normalize(states_VD)
+        rows_AD = states_VD[:0] if mixed is None else mixed.rows_AD
+        self._rows_AV = rows_AD @ self._states_VD.T
+        self._square = float(rows_AD.square().sum())
+        self._count = 0 if mixed is None else mixed.independent
         self._unsaid = _unsaid(model)
 
     def nats(self, known: Sequence[Collection[int]]) -> Tensor:
@@ -255,6 +318,8 @@ class _Update:
 
     Attributes:
         layers: The attention weights that it changes, with their adapters.
+        first_layer: What it says of single tokens.
+        mixed: What it says of the inputs of the first layers.
     """
 
     def __init__(self, model: LanguageModel, seen: Observation, rng: torch.Generator) -> None:
@@ -274,8 +339,13 @@ class _Update:
         modules = [model.module.get_submodule(name.removesuffix(".weight")) for name in names]
         recipe = seen.knowledge.recipe
         divided = recipe is not None and not recipe.adds_up
-        states = with_adapters(model.family.attention_parameters(0))
-        first_rows, first_II = list[Tensor](), None
+        layer_of = {
+            name: layer
+            for layer in range(model.num_layers)
+            for name in with_adapters(model.family.attention_parameters(layer))
+        }
+        rows: dict[int, list[Tensor]] = {}
+        whiten: dict[int, tuple[nn.Module, Tensor]] = {}
         along: dict[str, Tensor] = {}
         for name, module, (given_MI, slope_MO) in zip(
             names, modules, _tokens(model, modules, _own_texts(model, rng)), strict=True
@@ -292,10 +362,15 @@ class _Update:
             if not name.endswith(_LORA_A):  # which says little about outputs
                 along_OI = out_OO @ layer.sent_OI @ in_II.T
                 along[name] = along_OI.T if turned else along_OI
-            if name in states:  # All of them have the same inputs.
-                first_rows.append(rows_OI)
-                first_II = in_II
-        self.first_layer = _FirstLayer(model, first_rows, first_II)
+            if name in layer_of:  # All of a layer have the same inputs.
+                rows.setdefault(layer_of[name], []).append(rows_OI)
+                whiten[layer_of[name]] = module, in_II
+        mixed = {
+            layer: _Inputs.of_rows(module, rows[layer], in_II)
+            for layer, (module, in_II) in whiten.items()
+        }
+        self.first_layer = _FirstLayer(model, mixed.get(0))
+        self.mixed = [mixed[layer] for layer in sorted(mixed)[:_DEPTH]]
         weights, length = (
             math.hypot(*(float(tensors[name].norm()) for name in along))
             for tensors in (model.parameters(), along)
@@ -324,23 +399,24 @@ class _Update:
         more_NTV = (more_NTV - mean_NT1) / (deviation_NT1 + _SMALL)
         return before_NTV + more_NTV
 
-    def gradients(
-        self, texts: Sequence[tuple[int, ...]], since: int = 1
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Returns log probabilities [N] of texts, and their gradients [N, O, I], whitened.
+    def inputs(self, texts: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        """Returns the inputs [N, T, D] of the first layers, for texts of one length."""
+        outer: Any = self._model.module
+        modules = [layer.module for layer in self.mixed]
+        with _listening(modules, last=True) as heard, suppress(_ReachedError):
+            outer.base_model(input_ids=torch.tensor(texts, device=self._model.device))
+        return [inputs_NTD for inputs_NTD, _ in heard]
 
-        Both are sums over the tokens from a place on.
-        """
+    def gradients(self, texts: Sequence[tuple[int, ...]]) -> tuple[Tensor, list[Tensor]]:
+        """Returns log probabilities [N] of texts, and their gradients [N, O, I], whitened."""
         ids_NT, mask_NT = pad(texts, self._model.tokenizer.pad_token_id, self._model.device)
         with _listening([layer.module for layer in self.layers]) as heard, torch.enable_grad():
             outer: Any = self._model.module
             hidden_NTD = outer.base_model(input_ids=ids_NT[:, :-1]).last_hidden_state
             # As one matrix: with several, a product with each is computed, which takes longer.
-            logits_MV = outer.get_output_embeddings()(hidden_NTD[:, since - 1 :].flatten(0, 1))
-            loss_M = F.cross_entropy(
-                logits_MV.float(), ids_NT[:, since:].flatten(), reduction="none"
-            )
-            loss_N = (loss_M.view(len(texts), -1) * mask_NT[:, since:]).sum(1)
+            logits_MV = outer.get_output_embeddings()(hidden_NTD.flatten(0, 1))
+            loss_M = F.cross_entropy(logits_MV.float(), ids_NT[:, 1:].flatten(), reduction="none")
+            loss_N = (loss_M.view(len(texts), -1) * mask_NT[:, 1:]).sum(1)
             slopes = torch.autograd.grad(loss_N.sum(), [output for _, output in heard])
         gradients = [
             _times(slope_NTO, layer.out_OO).mT @ _times(given_NTI, layer.in_II)
@@ -358,20 +434,6 @@ class _Update:
         return -self._count / 2 * torch.log1p(-share_N.clamp(max=_ALL))
 
 
-class _Prefixes(NamedTuple):
-    """Beginnings of a text, beside other texts.
-
-    Attributes:
-        ids: N tuples of tokens, of one length.
-        prior_N: Their log probabilities.
-        sums: Their gradients [N, O, I] of each layer, those of the other texts added.
-    """
-
-    ids: Sequence[tuple[int, ...]]
-    prior_N: Tensor
-    sums: list[Tensor]
-
-
 class _Search:
     """The search for one text of a batch, beside others."""
 
@@ -383,43 +445,47 @@ class _Search:
         (self._end,) = certificate.close(model, ())
         self._known = {token for text in beside for token in text.ids}
         self._beside = [torch.zeros_like(layer.sent_OI)[None] for layer in update.layers]
+        inputs: list[list[Tensor]] = [[] for _ in update.mixed]
         for text in beside:
             _, gradients = update.gradients([text.ids])
             self._beside = [a + b for a, b in zip(self._beside, gradients, strict=True)]
+            for known, (inputs_TD,) in zip(inputs, update.inputs([text.ids[:-1]]), strict=True):
+                known.append(inputs_TD)
+        self._mixed = [
+            layer.without(torch.cat(known)) if known else layer
+            for layer, known in zip(update.mixed, inputs, strict=True)
+        ]
 
     def best(self, width: int, clock: Clock) -> tuple[int, ...]:
         """Returns the text of the best score that a beam finds, closed."""
-        beam = self._begun(self._beginnings())
+        beam = self._beginnings()
+        support_N, nats_NL = self._beside[0].new_zeros(len(beam)), self._explained(beam, clock)
         ended, most, stale = dict[tuple[int, ...], float](), -math.inf, 0
         while True:
-            nats_NV = self._update.first_layer.nats([{*ids, *self._known} for ids in beam.ids])
-            hints_NV = self._update.hints(beam.ids, last=True)[:, 0] + _TABLE * nats_NV
-            count = _TRIED if len(beam.ids) > 1 else _FIRST
-            tried_NJ = hints_NV.topk(min(count, hints_NV.shape[1])).indices
-            texts = [
-                (*prefix, token)
-                for prefix, tried in zip(beam.ids, tried_NJ.tolist(), strict=True)
-                for token in (self._end, *tried)
-            ]
-            per_prefix = 1 + tried_NJ.shape[1]
-            rows = torch.arange(len(beam.ids)).repeat_interleave(per_prefix)
-            scores_N = self._scores(texts, beam, rows, clock)
+            closed = [(*ids, self._end) for ids in beam]
+            scores_N = self._scores(closed, clock)
             best = float(scores_N.max())
             stale, most = (0, best) if best > most else (stale + 1, most)
-            ended |= zip(texts[::per_prefix], scores_N[::per_prefix].tolist(), strict=True)
-            given_up = stale >= _STALE and (most > 0 or len(texts[0]) > _BEGUN)
-            if given_up or len(texts[0]) >= self._longest or clock.up():
+            ended |= zip(closed, scores_N.tolist(), strict=True)
+            given_up = stale >= _STALE and (most > 0 or len(closed[0]) > _BEGUN)
+            if given_up or len(closed[0]) >= self._longest or clock.up():
                 return max(ended, key=ended.__getitem__)
-            scores_N[::per_prefix] = -math.inf
-            # A token's own gradient does not contain its effect on later tokens, so half of the
-            # prefixes are those whose last token the first layer supports.
-            last_N = torch.tensor([ids[-1] for ids in texts], device=nats_NV.device)
-            count = max(width, _EARLY // len(texts[0]) ** 2)
-            ranks = (scores_N, scores_N + _TABLE * nats_NV[rows, last_N])
-            kept = sorted(
-                {i for rank_N in ranks for i in rank_N.topk(-(-count // 2)).indices.tolist()}
-            )
-            beam = self._grown([texts[i] for i in kept], beam, rows[kept])
+            table_NV = self._update.first_layer.nats([{*ids, *self._known} for ids in beam])
+            hints_NV = self._update.hints(beam, last=True)[:, 0]
+            hints_NV[:, self._end] = _NEVER
+            tried_NJ = _tried(hints_NV, table_NV, _TRIED)
+            texts = [
+                (*ids, token)
+                for ids, tried in zip(beam, tried_NJ.tolist(), strict=True)
+                for token in tried
+            ]
+            support_N = (support_N[:, None] + hints_NV.gather(1, tried_NJ)).flatten()
+            nats_NL, before_NL = self._explained(texts, clock), nats_NL
+            more_NL = nats_NL - before_NL.repeat_interleave(tried_NJ.shape[1], 0)
+            support_N += _LAYERS * more_NL.clamp_min(0).log1p().sum(1)
+            kept = support_N.topk(min(width, len(texts))).indices
+            beam = [texts[i] for i in kept.tolist()]
+            support_N, nats_NL = support_N[kept], nats_NL[kept]
 
     def _beginnings(self) -> list[tuple[int, ...]]:
         """Returns what begins all texts, or the first tokens that the first layer supports."""
@@ -431,11 +497,20 @@ class _Search:
 
     def mended(self, ids: tuple[int, ...], clock: Clock) -> Judged:
         """Returns a closed text after single changes that explain more, the best one first."""
-        score = float(self._whole([ids]))
+        score = float(self._scores([ids]))
         while not clock.up():
             # Sorted, so that those of one length go through the model together.
             texts = sorted(self._changed(ids), key=len)
-            best, i = self._whole(texts, clock).max(0)
+            lengths = groupby(texts, len)
+            support_N = torch.cat(
+                [
+                    self._explained([text[:-1] for text in of_length], clock).sum(1)
+                    for _, of_length in lengths
+                ]
+            )
+            likely = support_N.topk(min(_MENDED, len(texts))).indices.sort().values
+            texts = [texts[i] for i in likely.tolist()]
+            best, i = self._scores(texts, clock).max(0)
             if best <= score:
                 break
             ids, score = texts[int(i)], float(best)
@@ -447,8 +522,8 @@ class _Search:
         others = [{*ids[:place], *ids[place + 1 :], *self._known} for place in places]
         # A first token is no target: all are as likely.
         hints_TV = F.pad(self._update.hints([ids[:-1]])[0], (0, 0, 1, 0))[len(self._first) :]
-        hints_TV = hints_TV + _TABLE * self._update.first_layer.nats(others)
-        for place, tried in zip(places, hints_TV.topk(_CHANGES).indices.tolist(), strict=True):
+        tried_TJ = _tried(hints_TV, self._update.first_layer.nats(others), _CHANGES)
+        for place, tried in zip(places, tried_TJ.tolist(), strict=True):
             before, behind = ids[:place], ids[place + 1 :]
             for token in tried:
                 if len(ids) < self._longest:
@@ -460,43 +535,42 @@ class _Search:
             if len(behind) > 1:
                 yield (*before, behind[0], ids[place], *behind[1:])
 
-    def _whole(self, texts: Sequence[tuple[int, ...]], clock: Clock = UNLIMITED) -> Tensor:
-        """Returns the scores [N] of texts."""
-        start = self._begun([ids[:1] for ids in texts])
-        return self._scores(texts, start, torch.arange(len(texts)), clock)
+    def _explained(self, texts: Sequence[tuple[int, ...]], clock: Clock) -> Tensor:
+        """Returns the nats [N, L] that the inputs of tokens explain in L layers.
 
-    def _begun(self, ids: Sequence[tuple[int, ...]]) -> _Prefixes:
-        """Returns prefixes of which no token is a target."""
-        sums = [sum_1OI.expand(len(ids), -1, -1) for sum_1OI in self._beside]
-        return _Prefixes(ids, torch.zeros(len(ids), device=self._beside[0].device), sums)
+        Texts, of one length, that time does not reach explain nothing.
+        """
+        size = max(1, _AT_ONCE // len(texts[0]))
+        nats_NL = self._beside[0].new_full((len(texts), len(self._mixed)), _NEVER)
+        for start in clock.paced(range(0, len(texts), size), least=1):
+            some = slice(start, start + size)
+            given = self._update.inputs(texts[some])
+            nats_NL[some] = torch.stack(
+                [layer.nats(x) for layer, x in zip(self._mixed, given, strict=True)], 1
+            )
+        return nats_NL
 
-    def _grown(self, ids: Sequence[tuple[int, ...]], beam: _Prefixes, rows_N: Tensor) -> _Prefixes:
-        """Returns prefixes that are a token longer than these rows of the beam."""
-        prior_N, gradients = self._update.gradients(ids, len(beam.ids[0]))
-        pairs = zip(beam.sums, gradients, strict=True)
-        sums = [sum_NOI[rows_N] + more_NOI for sum_NOI, more_NOI in pairs]
-        return _Prefixes(ids, beam.prior_N[rows_N] + prior_N, sums)
-
-    def _scores(
-        self, texts: Sequence[tuple[int, ...]], beam: _Prefixes, rows_N: Tensor, clock: Clock
-    ) -> Tensor:
+    def _scores(self, texts: Sequence[tuple[int, ...]], clock: Clock = UNLIMITED) -> Tensor:
         """Returns the nats that texts explain beside the others, and their log probability [N].
 
         Texts that time does not reach have a score below all others.
-
-        Args:
-            texts: Each goes on where a prefix ends.
-            beam: The prefixes.
-            rows_N: Which of them each text begins with.
-            clock: Read between parts of the texts; the first part is always scored.
         """
         size = max(1, _AT_ONCE // max(map(len, texts)))
-        scores_N = beam.prior_N.new_full((len(texts),), -math.inf)
+        scores_N = self._beside[0].new_full((len(texts),), -math.inf)
         for start in clock.paced(range(0, len(texts), size), least=1):
             some = slice(start, start + size)
-            part = self._grown(texts[some], beam, rows_N[some])
-            scores_N[some] = part.prior_N + self._update.nats(part.sums)
+            prior_N, gradients = self._update.gradients(texts[some])
+            sums = [a + b for a, b in zip(self._beside, gradients, strict=True)]
+            scores_N[some] = prior_N + self._update.nats(sums)
         return scores_N - self._update.nats(self._beside)
+
+
+def _tried(hints_NV: Tensor, table_NV: Tensor, count: int) -> Tensor:
+    """Returns the tokens [N, J] that most speaks for; for a quarter, what the first layer says."""
+    both_NV = hints_NV + _TABLE * table_NV
+    count = min(count, both_NV.shape[1])
+    both_NV.scatter_(1, table_NV.topk(count // 4).indices, math.inf)
+    return both_NV.topk(count).indices
 
 
 def _times(rows_NTX: Tensor, matrix_XX: Tensor) -> Tensor:
@@ -504,14 +578,27 @@ def _times(rows_NTX: Tensor, matrix_XX: Tensor) -> Tensor:
     return (rows_NTX.flatten(0, 1) @ matrix_XX).view(rows_NTX.shape)
 
 
+class _ReachedError(Exception):
+    """The last module that is listened to was reached."""
+
+
 @contextmanager
-def _listening(modules: Sequence[nn.Module]) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Keeps what goes into and comes out of modules, within the block, in their order."""
+def _listening(
+    modules: Sequence[nn.Module], last: bool = False
+) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Keeps what goes into and comes out of modules, within the block, in their order.
+
+    Args:
+        modules: Whose inputs and outputs are kept.
+        last: End the computation with `_ReachedError` once all were reached.
+    """
     heard: list[Any] = [None] * len(modules)
 
     def listen(number: int) -> Any:
         def hook(_: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
             heard[number] = (inputs[0].detach(), output)
+            if last and number == len(modules) - 1:
+                raise _ReachedError
 
         return hook
 

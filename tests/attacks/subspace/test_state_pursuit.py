@@ -66,7 +66,7 @@ def searched(model, seen, beside=()):
 @torch.no_grad()
 def score(search, ids):
     """What a closed text explains, and its log probability."""
-    return float(search._whole([ids]))
+    return float(search._scores([ids]))
 
 
 def test_of_signs_a_right_text_explains_more_than_another(adapted):
@@ -98,16 +98,6 @@ def test_gradients_are_those_of_autograd_whitened(adapted):
         for layer, own_OI, made_NOI in zip(update.layers, whole, gradients, strict=True):
             white_OI = layer.out_OO.T @ own_OI @ layer.in_II
             torch.testing.assert_close(made_NOI[number], white_OI, rtol=1e-3, atol=1e-4)
-
-
-def test_the_gradient_of_a_text_is_that_of_a_prefix_and_of_the_tokens_behind(adapted):
-    (own,) = map(tuple, adapted.encode(["she told us that"]))
-    update, _ = searched(adapted, sent(adapted, [own]))
-    whole = update.gradients([own])
-    parts = [update.gradients([own[:3]]), update.gradients([own], 3)]
-    assert float(whole[0]) == pytest.approx(sum(float(prior) for prior, _ in parts), rel=1e-4)
-    for together, before, behind in zip(whole[1], parts[0][1], parts[1][1], strict=True):
-        torch.testing.assert_close(together, before + behind, rtol=1e-3, atol=1e-4)
 
 
 def test_whitened_rows_have_no_common_direction():
@@ -143,9 +133,10 @@ def test_the_first_layer_says_what_is_left_of_rows_and_inputs_without_known_toke
     ids_V = torch.arange(model.vocabulary)
     states_VD = model.family.token_table(model.module)(ids_V, ids_V) @ whiten_DD
     states_VD = states_VD / states_VD.norm(dim=1, keepdim=True).clamp_min(1e-9)
-    mixed, known = [20, 30, 40], (30, 50)
-    rows = [torch.randn(5, 3, generator=rng) @ states_VD[mixed] for _ in range(2)]
-    (nats_V,) = state_pursuit._FirstLayer(model, rows, whiten_DD).nats([known])
+    tokens, known = [20, 30, 40], (30, 50)
+    rows = [torch.randn(5, 3, generator=rng) @ states_VD[tokens] for _ in range(2)]
+    mixed = state_pursuit._Inputs.of_rows(torch.nn.Linear(48, 5), rows, whiten_DD)
+    (nats_V,) = state_pursuit._FirstLayer(model, mixed).nats([known])
 
     rows_AD = torch.cat(rows)
     rows_AD = rows_AD / rows_AD.norm(dim=1, keepdim=True)
@@ -172,10 +163,71 @@ def test_the_first_layer_says_what_is_left_of_rows_and_inputs_without_known_toke
     assert set(nats_V.topk(2).indices.tolist()) == {20, 40}
 
 
+def test_inputs_together_explain_what_least_squares_leaves_of_rows_beside_known_ones():
+    rng = torch.Generator().manual_seed(0)
+    inputs_TD, known_KD, whiten_DD = (torch.randn(count, 48, generator=rng) for count in (4, 2, 48))
+    together_XD = torch.cat([inputs_TD, known_KD])
+    rows = [torch.randn(5, 6, generator=rng) @ together_XD @ whiten_DD for _ in range(2)]
+    rows = [rows_AD + torch.randn(5, 48, generator=rng) * rows_AD.std() for rows_AD in rows]
+    layer = state_pursuit._Inputs.of_rows(torch.nn.Linear(48, 5), rows, whiten_DD)
+    # A known input that comes twice is taken out once.
+    beside = layer.without(torch.cat([known_KD, known_KD[:1]]))
+    assert beside.known_DK.shape == (48, 2)
+
+    def left(vectors_ND, basis_KD):
+        solution_KN = torch.linalg.lstsq(basis_KD.T, vectors_ND.T).solution
+        return (vectors_ND - (basis_KD.T @ solution_KN).T).square().sum()
+
+    rows_AD = torch.nn.functional.normalize(torch.cat(rows))
+    before = left(rows_AD, known_KD @ whiten_DD)
+    share = 1 - left(rows_AD, together_XD @ whiten_DD) / before
+    expected = -10 / 2 * (46 * torch.log1p(-share) + 4)
+    torch.testing.assert_close(beside.nats(inputs_TD[None])[0], expected, rtol=0.02, atol=0.5)
+
+
+@torch.no_grad()
+def test_the_inputs_of_the_first_layers_are_those_of_a_whole_forward_pass(adapted, monkeypatch):
+    monkeypatch.setattr(state_pursuit, "_DEPTH", 2)
+    texts = [tuple(ids[:5]) for ids in adapted.encode(["she told us that", "nobody knows it all"])]
+    update, _ = searched(adapted, sent(adapted, texts))
+    hidden = adapted.module(input_ids=torch.tensor(texts), output_hidden_states=True).hidden_states
+    reached = []
+    handle = adapted.module.base_model.layers[2].register_forward_hook(
+        lambda *_: reached.append(True)
+    )
+    given = update.inputs(texts)
+    handle.remove()
+    assert not reached  # Deeper layers are not computed.
+    assert len(given) == 2
+    for number, inputs_NTD in enumerate(given):
+        norm = adapted.module.base_model.layers[number].input_layernorm
+        torch.testing.assert_close(inputs_NTD, norm(hidden[number]))
+
+
+@torch.no_grad()
+def test_after_adam_right_states_explain_more_in_each_layer_than_other_orders_and_tokens(adapted):
+    (own,) = map(tuple, adapted.encode(["she told us that nobody knows it all"]))
+    _, search = searched(adapted, sent(adapted, [own]))
+    own = own[:5]
+    exchanged, other = (*own[:2], own[3], own[2], own[4]), (*own[:-1], own[-1] + 1)
+    right_L, exchanged_L, other_L = search._explained([own, exchanged, other], Clock(None))
+    # The first layer sees no order.
+    assert float(right_L[0]) == pytest.approx(float(exchanged_L[0]), rel=0.01)
+    assert (right_L[1:] > exchanged_L[1:] + 5).all()
+    assert (right_L > other_L + 5).all()
+
+
+def test_a_quarter_of_the_tokens_that_are_tried_are_those_of_the_first_layer():
+    hints_NV = torch.arange(12.0)[None]
+    table_NV = torch.zeros(1, 12).index_fill(1, torch.tensor([2, 11]), 30.0)
+    tried = state_pursuit._tried(hints_NV, table_NV, 8)[0].tolist()
+    assert sorted(tried) == [2, 5, 6, 7, 8, 9, 10, 11]
+
+
 @torch.no_grad()
 def test_without_the_first_layer_it_says_nothing_of_a_token(small):
     model = small("llama", CAUSAL_LM, width=48)
-    nats_NV = state_pursuit._FirstLayer(model, [], None).nats([{20}, ()])
+    nats_NV = state_pursuit._FirstLayer(model, None).nats([{20}, ()])
     assert nats_NV.shape == (2, model.vocabulary)
     assert not nats_NV.clamp_min(0).any()
 
@@ -253,8 +305,7 @@ def test_weights_that_are_kept_transposed_are_read_too(small, observe):
     assert score(search, own) > score(search, other) + 100
 
 
-def test_noise_alone_is_no_text(adapted, monkeypatch):
-    monkeypatch.setattr(state_pursuit, "_EARLY", 48)
+def test_noise_alone_is_no_text(adapted):
     seen = sent(adapted, adapted.encode(["she told us that"]))
     rng = torch.Generator().manual_seed(1)
     noise = seen.update.changed(lambda tensor: torch.randn(tensor.shape, generator=rng))
@@ -263,8 +314,7 @@ def test_noise_alone_is_no_text(adapted, monkeypatch):
     assert answer.status == Status.ABSTAINED
 
 
-def test_of_several_steps_it_says_that_the_first_counts_most(adapted, monkeypatch):
-    monkeypatch.setattr(state_pursuit, "_EARLY", 16)
+def test_of_several_steps_it_says_that_the_first_counts_most(adapted):
     own = adapted.encode(["she told us that", "nobody knows it all"])
     attack = StatePursuit(width=1, longest=4)
     two, single = (
@@ -291,27 +341,30 @@ def test_a_text_is_read_from_adamws_step_on_adapters_and_proved_by_replay():
 
 
 def test_out_of_time_it_ends_within_a_part_of_the_first_tokens(small, observe, monkeypatch):
-    """Nothing begins all texts of GPT-2, so that each word is tried as the first one."""
+    """Nothing begins all texts of GPT-2, so that several words are tried as the first one."""
     model = small("gpt2", CAUSAL_LM)
-    seen, calls, gradients = observe(model, 2).seen, [], state_pursuit._Update.gradients
+    seen, calls = observe(model, 2).seen, []
 
-    def counted(own, *arguments):
-        calls.append(1)
-        return gradients(own, *arguments)
+    def counted(name):
+        function = getattr(state_pursuit._Update, name)
+        monkeypatch.setattr(
+            state_pursuit._Update, name, lambda *given: calls.append(name) or function(*given)
+        )
 
-    monkeypatch.setattr(state_pursuit._Update, "gradients", counted)
-    monkeypatch.setattr(state_pursuit, "_AT_ONCE", 64)
+    counted("inputs")
+    counted("gradients")
+    monkeypatch.setattr(state_pursuit, "_AT_ONCE", 8)
     answer = StatePursuit(seconds=1e-6)(seen, model, rng=stream(0, "texts"))
-    assert len(calls) <= 2
+    assert len(calls) <= 3
     assert answer.diagnostics["time_up"]
-    calls.clear()
     ticks = iter(range(10**6))
     monkeypatch.setattr("fedleak.attacks.clock.now", lambda: float(next(ticks)))
-    StatePursuit(seconds=30)(seen, model, rng=stream(0, "texts"))
-    in_time = len(calls)
-    calls.clear()
-    StatePursuit(seconds=300)(seen, model, rng=stream(0, "texts"))
-    assert 2 < in_time < 30 < len(calls)
+    counts = []
+    for seconds in (30, 300):
+        calls.clear()
+        StatePursuit(seconds=seconds)(seen, model, rng=stream(0, "texts"))
+        counts.append(len(calls))
+    assert 3 < counts[0] < 30 < counts[1]
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
