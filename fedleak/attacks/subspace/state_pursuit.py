@@ -23,7 +23,8 @@ numbers still point along them (Bussgang 1952).
   as independent. The log probability that the model gives the text is added.
 - **Mending.** Single changes anywhere in a text, as long as one scores more. Those are scored whose
   states explain most.
-- **Batches.** Each text is sought, and mended, beside the texts that were found.
+- **Batches.** Each text is sought, and mended, beside the texts that were found. States of words of
+  other texts explain as much, so prefixes are ranked, and changes chosen, by their scores alone.
 
 None of this is a proof: that takes making the client's steps again (`replay`), or recomputing the
 gradient.
@@ -62,14 +63,14 @@ _RIDGE = 0.3
 _INDEPENDENT = 0.1
 """Share of an update's numbers that count as independent."""
 
-_BEGINNINGS, _TRIED = 16, 40
+_BEGINNINGS, _TRIED = 48, 40
 """First tokens, where none begins all texts; next tokens that are tried behind each prefix."""
 
 _DEPTH = 8
 """Layers whose inputs are looked at in the search."""
 
 _MENDED = 24
-"""Changes of a text whose gradients are computed."""
+"""Changes of a single text whose gradients are computed."""
 
 _ROWS, _AXES = 16, 64
 """Rows of a weight that count as independent, at most; axes that stand for the rows of all weights
@@ -84,6 +85,10 @@ token; added to the squares of these, because some are nearly the same."""
 
 _LAYERS = 1.5
 """Weight of the logarithm of what a token explains in each layer beside log probabilities."""
+
+_EARLY, _COST = 192, 3
+"""Of a batch: prefixes that are kept, times the square of their number of tokens, while they are
+short; times as many are kept of a single text, whose prefixes need no gradient."""
 
 _STALE, _BEGUN = 6, 8
 """Tokens by which the beam grows without a better text before the search ends; tokens from which on
@@ -176,14 +181,14 @@ class StatePursuit(OneByOne):
         longest, later = min(self.longest, model.max_length), _later(seen)
         wanted, texts = seen.update.num_examples, list[Judged]()
         while len(texts) < wanted and not clock.up():
-            search = _Search(model, update, texts, longest)
+            search = _Search(model, update, texts, longest, wanted > 1)
             text = search.mended(search.best(self.width, clock), clock)
             if text.excess >= 0:
                 break
             texts.append(text)
             tell(len(texts), wanted, text)
         for i in range(len(texts) if wanted > 1 else 0):
-            search = _Search(model, update, [*texts[:i], *texts[i + 1 :]], longest)
+            search = _Search(model, update, [*texts[:i], *texts[i + 1 :]], longest, wanted > 1)
             texts[i] = search.mended(texts[i].ids, clock)
         if not texts:
             reason = f"nothing read: no text explains more of the update than chance does{later}"
@@ -438,9 +443,14 @@ class _Search:
     """The search for one text of a batch, beside others."""
 
     def __init__(
-        self, model: LanguageModel, update: _Update, beside: Sequence[Judged], longest: int
+        self,
+        model: LanguageModel,
+        update: _Update,
+        beside: Sequence[Judged],
+        longest: int,
+        several: bool = False,
     ) -> None:
-        self._update, self._longest = update, longest
+        self._update, self._longest, self._several = update, longest, several
         self._first = _first(model)
         (self._end,) = certificate.close(model, ())
         self._known = {token for text in beside for token in text.ids}
@@ -479,6 +489,10 @@ class _Search:
                 for ids, tried in zip(beam, tried_NJ.tolist(), strict=True)
                 for token in tried
             ]
+            if self._several:
+                table_N = table_NV.gather(1, tried_NJ).flatten()
+                beam = [texts[i] for i in self._scored(texts, table_N, width, clock)]
+                continue
             support_N = (support_N[:, None] + hints_NV.gather(1, tried_NJ)).flatten()
             nats_NL, before_NL = self._explained(texts, clock), nats_NL
             more_NL = nats_NL - before_NL.repeat_interleave(tried_NJ.shape[1], 0)
@@ -486,6 +500,20 @@ class _Search:
             kept = support_N.topk(min(width, len(texts))).indices
             beam = [texts[i] for i in kept.tolist()]
             support_N, nats_NL = support_N[kept], nats_NL[kept]
+
+    def _scored(
+        self, texts: Sequence[tuple[int, ...]], table_N: Tensor, width: int, clock: Clock
+    ) -> list[int]:
+        """Returns which prefixes of a batch are kept, where states of other texts explain as much.
+
+        A score does not contain a token's effect on later ones, so half of the prefixes are those
+        whose last token the first layer supports.
+        """
+        scores_N = self._scores(texts, clock)
+        count = max(width // _COST, _EARLY // len(texts[0]) ** 2)
+        half = min(-(-count // 2), len(texts))
+        ranks = (scores_N, scores_N + _TABLE * table_N)
+        return sorted({i for rank_N in ranks for i in rank_N.topk(half).indices.tolist()})
 
     def _beginnings(self) -> list[tuple[int, ...]]:
         """Returns what begins all texts, or the first tokens that the first layer supports."""
@@ -501,20 +529,24 @@ class _Search:
         while not clock.up():
             # Sorted, so that those of one length go through the model together.
             texts = sorted(self._changed(ids), key=len)
-            lengths = groupby(texts, len)
-            support_N = torch.cat(
-                [
-                    self._explained([text[:-1] for text in of_length], clock).sum(1)
-                    for _, of_length in lengths
-                ]
-            )
-            likely = support_N.topk(min(_MENDED, len(texts))).indices.sort().values
-            texts = [texts[i] for i in likely.tolist()]
+            if not self._several:
+                texts = self._supported(texts, clock)
             best, i = self._scores(texts, clock).max(0)
             if best <= score:
                 break
             ids, score = texts[int(i)], float(best)
         return Judged(ids, -score, math.inf)
+
+    def _supported(self, texts: Sequence[tuple[int, ...]], clock: Clock) -> list[tuple[int, ...]]:
+        """Returns the closed texts, sorted by length, whose states explain most."""
+        support_N = torch.cat(
+            [
+                self._explained([ids[:-1] for ids in of_length], clock).sum(1)
+                for _, of_length in groupby(texts, len)
+            ]
+        )
+        likely = support_N.topk(min(_MENDED, len(texts))).indices.sort().values
+        return [texts[i] for i in likely.tolist()]
 
     def _changed(self, ids: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         """Yields texts with a token less, two exchanged, another one, or one more."""

@@ -58,9 +58,9 @@ def adapted(small):
     return model
 
 
-def searched(model, seen, beside=()):
+def searched(model, seen, beside=(), several=False):
     update = state_pursuit._Update(model, seen, stream(0, "texts"))
-    return update, state_pursuit._Search(model, update, beside, 30)
+    return update, state_pursuit._Search(model, update, beside, 30, several)
 
 
 @torch.no_grad()
@@ -217,6 +217,18 @@ def test_after_adam_right_states_explain_more_in_each_layer_than_other_orders_an
     assert (right_L > other_L + 5).all()
 
 
+@pytest.mark.parametrize("several", [True, False])
+@torch.no_grad()
+def test_a_beam_that_keeps_few_prefixes_finds_a_text(small, observe, monkeypatch, several):
+    monkeypatch.setattr(state_pursuit, "_EARLY", 3)
+    model = small("llama", CAUSAL_LM, layers=3, width=48)
+    (own,) = map(tuple, model.encode(["she told us that"]))
+    with torch.enable_grad():
+        seen = observe(model, ["she told us that"]).seen
+    _, search = searched(model, seen, several=several)
+    assert search.best(3, Clock(None)) == own
+
+
 def test_a_quarter_of_the_tokens_that_are_tried_are_those_of_the_first_layer():
     hints_NV = torch.arange(12.0)[None]
     table_NV = torch.zeros(1, 12).index_fill(1, torch.tensor([2, 11]), 30.0)
@@ -232,14 +244,16 @@ def test_without_the_first_layer_it_says_nothing_of_a_token(small):
     assert not nats_NV.clamp_min(0).any()
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize(("family", "several"), [("llama", True), ("gpt2", False)])
 @torch.no_grad()
-def test_a_wrong_word_a_missing_one_one_more_and_two_exchanged_are_mended(small, observe, family):
+def test_a_wrong_word_a_missing_one_one_more_and_two_exchanged_are_mended(
+    small, observe, family, several
+):
     model = small(family, CAUSAL_LM, layers=3, width=48)
     (own,) = map(tuple, model.encode(["she told us that"]))
     with torch.enable_grad():
         seen = observe(model, ["she told us that"]).seen  # of one exact gradient
-    _, search = searched(model, seen)
+    _, search = searched(model, seen, several=several)
     # Where no token begins all texts, as in GPT-2, the first word can be mended, too.
     for place in {2, len(state_pursuit._first(model))}:
         before, behind = own[:place], own[place + 1 :]
