@@ -219,14 +219,12 @@ class _Inputs(NamedTuple):
         rows_AD: The main axes of the whitened rows, which stand for all of them.
         whiten_DD: The matrix that whitens inputs, multiplied from the right.
         independent: Rows that count as independent.
-        known_DK: An orthonormal basis of inputs that are taken out, whitened.
     """
 
     module: nn.Module
     rows_AD: Tensor
     whiten_DD: Tensor
     independent: int
-    known_DK: Tensor
 
     @classmethod
     def of_rows(
@@ -237,33 +235,20 @@ class _Inputs(NamedTuple):
         square_D, axes_DD = torch.linalg.eigh(rows_AD.T @ rows_AD)
         axes_AD = square_D[-_AXES:].clamp_min(0).sqrt()[:, None] * axes_DD[:, -_AXES:].T
         independent = sum(min(len(rows_AD), _ROWS) for rows_AD in gradients_AD)
-        return cls(module, axes_AD, whiten_DD, independent, whiten_DD[:, :0])
-
-    def without(self, inputs_KD: Tensor) -> "_Inputs":
-        """Takes known inputs [K, D] out."""
-        axes_DK, size_K, _ = torch.linalg.svd(self._whitened(inputs_KD).T, full_matrices=False)
-        known_DK = axes_DK[:, size_K.square() > _ALIKE]  # What begins all texts is there once.
-        rows_AD = self.rows_AD - self.rows_AD @ known_DK @ known_DK.T
-        return self._replace(rows_AD=rows_AD, known_DK=known_DK)
+        return cls(module, axes_AD, whiten_DD, independent)
 
     def nats(self, inputs_NTD: Tensor) -> Tensor:
         """Returns the nats [N] that the inputs of texts explain, each text's together."""
-        inputs_NTD = self._whitened(inputs_NTD)
-        inputs_NTD = inputs_NTD - inputs_NTD @ self.known_DK @ self.known_DK.T
+        inputs_NTD = F.normalize(inputs_NTD @ self.whiten_DD, dim=-1)
         length, width = inputs_NTD.shape[1:]
         products_NTT = inputs_NTD @ inputs_NTD.mT
         products_NTT += _ALIKE * torch.eye(length, device=inputs_NTD.device)
         root_NTT = torch.linalg.cholesky(products_NTT)
-        parts_NTA = torch.linalg.solve_triangular(
-            root_NTT, inputs_NTD @ self.rows_AD.T, upper=False
-        )
+        along_NTA = inputs_NTD @ self.rows_AD.T
+        parts_NTA = torch.linalg.solve_triangular(root_NTT, along_NTA, upper=False)
         share_N = parts_NTA.square().sum((1, 2)) / (self.rows_AD.square().sum() + _SMALL)
-        free = max(width - self.known_DK.shape[1], 0)
-        nats_N = free * torch.log1p(-share_N.clamp(max=_ALL)) + length
+        nats_N = width * torch.log1p(-share_N.clamp(max=_ALL)) + length
         return -self.independent / 2 * nats_N
-
-    def _whitened(self, inputs_XD: Tensor) -> Tensor:
-        return F.normalize(inputs_XD @ self.whiten_DD, dim=-1)
 
 
 class _FirstLayer:
@@ -455,16 +440,9 @@ class _Search:
         (self._end,) = certificate.close(model, ())
         self._known = {token for text in beside for token in text.ids}
         self._beside = [torch.zeros_like(layer.sent_OI)[None] for layer in update.layers]
-        inputs: list[list[Tensor]] = [[] for _ in update.mixed]
         for text in beside:
             _, gradients = update.gradients([text.ids])
             self._beside = [a + b for a, b in zip(self._beside, gradients, strict=True)]
-            for known, (inputs_TD,) in zip(inputs, update.inputs([text.ids[:-1]]), strict=True):
-                known.append(inputs_TD)
-        self._mixed = [
-            layer.without(torch.cat(known)) if known else layer
-            for layer, known in zip(update.mixed, inputs, strict=True)
-        ]
 
     def best(self, width: int, clock: Clock) -> tuple[int, ...]:
         """Returns the text of the best score that a beam finds, closed."""
@@ -573,12 +551,12 @@ class _Search:
         Texts, of one length, that time does not reach explain nothing.
         """
         size = max(1, _AT_ONCE // len(texts[0]))
-        nats_NL = self._beside[0].new_full((len(texts), len(self._mixed)), _NEVER)
+        nats_NL = self._beside[0].new_full((len(texts), len(self._update.mixed)), _NEVER)
         for start in clock.paced(range(0, len(texts), size), least=1):
             some = slice(start, start + size)
             given = self._update.inputs(texts[some])
             nats_NL[some] = torch.stack(
-                [layer.nats(x) for layer, x in zip(self._mixed, given, strict=True)], 1
+                [layer.nats(x) for layer, x in zip(self._update.mixed, given, strict=True)], 1
             )
         return nats_NL
 

@@ -163,26 +163,19 @@ def test_the_first_layer_says_what_is_left_of_rows_and_inputs_without_known_toke
     assert set(nats_V.topk(2).indices.tolist()) == {20, 40}
 
 
-def test_inputs_together_explain_what_least_squares_leaves_of_rows_beside_known_ones():
+def test_inputs_together_explain_what_least_squares_explains_of_rows():
     rng = torch.Generator().manual_seed(0)
-    inputs_TD, known_KD, whiten_DD = (torch.randn(count, 48, generator=rng) for count in (4, 2, 48))
-    together_XD = torch.cat([inputs_TD, known_KD])
-    rows = [torch.randn(5, 6, generator=rng) @ together_XD @ whiten_DD for _ in range(2)]
+    inputs_TD, whiten_DD = (torch.randn(count, 48, generator=rng) for count in (4, 48))
+    white_TD = inputs_TD @ whiten_DD
+    rows = [torch.randn(5, 4, generator=rng) @ white_TD for _ in range(2)]
     rows = [rows_AD + torch.randn(5, 48, generator=rng) * rows_AD.std() for rows_AD in rows]
     layer = state_pursuit._Inputs.of_rows(torch.nn.Linear(48, 5), rows, whiten_DD)
-    # A known input that comes twice is taken out once.
-    beside = layer.without(torch.cat([known_KD, known_KD[:1]]))
-    assert beside.known_DK.shape == (48, 2)
 
-    def left(vectors_ND, basis_KD):
-        solution_KN = torch.linalg.lstsq(basis_KD.T, vectors_ND.T).solution
-        return (vectors_ND - (basis_KD.T @ solution_KN).T).square().sum()
-
-    rows_AD = torch.nn.functional.normalize(torch.cat(rows))
-    before = left(rows_AD, known_KD @ whiten_DD)
-    share = 1 - left(rows_AD, together_XD @ whiten_DD) / before
-    expected = -10 / 2 * (46 * torch.log1p(-share) + 4)
-    torch.testing.assert_close(beside.nats(inputs_TD[None])[0], expected, rtol=0.02, atol=0.5)
+    rows_DA = torch.nn.functional.normalize(torch.cat(rows)).T
+    left_DA = rows_DA - white_TD.T @ torch.linalg.lstsq(white_TD.T, rows_DA).solution
+    share = 1 - left_DA.square().sum() / rows_DA.square().sum()
+    expected = -10 / 2 * (48 * torch.log1p(-share) + 4)
+    torch.testing.assert_close(layer.nats(inputs_TD[None])[0], expected, rtol=0.02, atol=0.5)
 
 
 @torch.no_grad()
