@@ -53,7 +53,7 @@ def adapted(small):
     adapt_(model.module, Lora(6, 12.0), model.family.classifier)
     rng = torch.Generator().manual_seed(0)
     for name, parameter in model.trained().items():
-        if "lora_B" in name:
+        if "lora_" in name:  # peft draws the first matrix from torch's own generator.
             parameter.data = 0.1 * torch.randn(parameter.shape, generator=rng)
     return model
 
@@ -206,8 +206,10 @@ def test_after_adam_right_states_explain_more_in_each_layer_than_other_orders_an
     right_L, exchanged_L, other_L = search._explained([own, exchanged, other], Clock(None))
     # The first layer sees no order.
     assert float(right_L[0]) == pytest.approx(float(exchanged_L[0]), rel=0.01)
-    assert (right_L[1:] > exchanged_L[1:] + 5).all()
-    assert (right_L > other_L + 5).all()
+    for wrong_L in (exchanged_L[1:], other_L):
+        more_L = right_L[-len(wrong_L) :] - wrong_L
+        assert (more_L > 0).all()
+        assert float(more_L.sum()) > 15
 
 
 @pytest.mark.parametrize("several", [True, False])
