@@ -3,11 +3,11 @@
 The rows of a gradient of attention weights, or of the first matrices of their adapters, are mixes
 of the layer's inputs: hidden states of all tokens. In a causal model the states of a prefix depend
 on no later token. So texts grow token by token, as in orthogonal matching pursuit (Pati et al.
-1993): the states of a right prefix explain a part of the rows in every layer, in which those of
-another order or another token have none. DAGER (Petrov et al. 2024) asks whether states lie in the
-span of the rows; here a share is enough. So it works with adapters, which have fewer rows than a
-batch has tokens, and after Adam, whose first step leaves little more than signs: signs of Gaussian
-numbers still point along them (Bussgang 1952).
+1993): the states of a right prefix explain more of the rows of a layer than those of other tokens,
+and, where states depend on it, of another order. DAGER (Petrov et al. 2024) asks whether states lie
+in the span of the rows; here a share is enough. So it works with adapters, which have fewer rows
+than a batch has tokens, and after Adam, whose first step leaves little more than signs: signs of
+Gaussian numbers still point along them (Bussgang 1952).
 
 - **Units.** The model itself writes texts, whose inputs x and gradients d at the output show which
   directions are common. They whiten both sides, so that numbers of a gradient d x^T count alike
