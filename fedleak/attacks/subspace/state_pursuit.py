@@ -16,8 +16,9 @@ Gaussian numbers still point along them (Bussgang 1952).
 - **Search.** A beam of prefixes. Next tokens are tried by their log probability, by how much
   likelier a step along the update makes them, and by what their inputs explain in the first layer
   once those of the prefix are taken out. Prefixes are ranked by what each token explains more in
-  the first layers. Of that the logarithm counts: otherwise rare words, which explain most, would
-  come before their turn.
+  the first layers, and then, of the best, in all: words in a wrong order explain much in the first
+  layers and little in the last. Of that the logarithm counts: otherwise rare words, which explain
+  most, would come before their turn.
 - **Score.** A prefix may be a whole text. The gradient of a text, closed by the end token,
   explains a share e of the square of the update: -log(1 - e) / 2 nats for each number that counts
   as independent. The log probability that the model gives the text is added.
@@ -37,6 +38,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from typing import Annotated, Any, ClassVar, NamedTuple
 
@@ -44,8 +46,9 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import DynamicCache
 
-from fedleak.attacks import AttackSetting, OneByOne, Progress, certificate
+from fedleak.attacks import AttackSetting, OneByOne, Progress, certificate, replay
 from fedleak.attacks.clock import UNLIMITED, Clock
 from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.attacks.subspace.answer import Judged, ranked, recovered, telling
@@ -63,11 +66,24 @@ _RIDGE = 0.3
 _INDEPENDENT = 0.1
 """Share of an update's numbers that count as independent."""
 
-_BEGINNINGS, _TRIED = 48, 40
-"""First tokens, where none begins all texts; next tokens that are tried behind each prefix."""
+_BEGINNINGS, _WIDE = 48, 256
+"""First tokens, where none begins all texts; prefixes that are kept, times their tokens, while they
+are short."""
 
-_DEPTH = 8
-"""Layers whose inputs are looked at in the search."""
+_BEHIND, _TRIED = 40, 1536
+"""Next tokens that are tried behind each prefix; those behind all prefixes of a single text, at
+least: where few are kept, more are tried behind those that most speaks for."""
+
+_DEPTH, _DEEP = 8, 384
+"""Layers whose inputs all tokens that are tried are compared in; tokens whose inputs are compared
+in all layers."""
+
+_RANKED = 0.25
+"""Weight of what speaks for a prefix where next tokens are chosen: the right one is seldom first
+before it is long."""
+
+_CLOSED = 6
+"""Prefixes whose gradients are computed, as those of whole texts."""
 
 _MENDED = 24
 """Changes of a single text whose gradients are computed."""
@@ -83,8 +99,9 @@ _LEFT, _ALIKE = 0.04, 1e-3
 """Share of the square of an input that those of known tokens must leave, or nothing is said of its
 token; added to the squares of these, because some are nearly the same."""
 
-_LAYERS = 1.5
-"""Weight of the logarithm of what a token explains in each layer beside log probabilities."""
+_LAYERS = 12.0
+"""Weight, beside log probabilities, of the logarithm of the nats that a token explains in a layer,
+a mean over layers."""
 
 _EARLY, _COST = 192, 3
 """Of a batch: prefixes that are kept, times the square of their number of tokens, while they are
@@ -94,8 +111,13 @@ _STALE, _BEGUN = 6, 8
 """Tokens by which the beam grows without a better text before the search ends; tokens from which on
 there must be one that explains more than chance."""
 
-_FAR = 0.003
-"""How far weights move along an update, as a share of their norm, to see what it makes likelier."""
+_LIKELIER = 1.5
+"""Weight of what a step along an update adds to a log probability, in standard deviations."""
+
+_FAR, _FARTHER = 0.003, 10
+"""How far weights move along an update, as a share of their norm, to see what it makes likelier;
+times as far, and up to so many times, where what that adds drowns in rounding, as of the small
+weights of adapters."""
 
 _CHANGES = 20
 """Tokens that are tried at each place of a text."""
@@ -140,7 +162,7 @@ class StatePursuit(OneByOne):
     """
 
     kind: ClassVar[str] = "state_pursuit"
-    version: ClassVar[int] = 4
+    version: ClassVar[int] = 5
     slow: ClassVar[bool] = True
     uses: ClassVar[frozenset[str]] = frozenset()
     width: Annotated[int, Field(ge=1)] = 12
@@ -180,15 +202,17 @@ class StatePursuit(OneByOne):
             )
         longest, later = min(self.longest, model.max_length), _later(seen)
         wanted, texts = seen.update.num_examples, list[Judged]()
+        proves = partial(_proves, model, seen, clock) if wanted == 1 else None
         while len(texts) < wanted and not clock.up():
-            search = _Search(model, update, texts, longest, wanted > 1)
+            search = _Search(model, update, texts, longest, proves)
             text = search.mended(search.best(self.width, clock), clock)
             if text.excess >= 0:
                 break
             texts.append(text)
             tell(len(texts), wanted, text)
         for i in range(len(texts) if wanted > 1 else 0):
-            search = _Search(model, update, [*texts[:i], *texts[i + 1 :]], longest, wanted > 1)
+            beside = [*texts[:i], *texts[i + 1 :]]
+            search = _Search(model, update, beside, longest, proves)
             texts[i] = search.mended(texts[i].ids, clock)
         if not texts:
             reason = f"nothing read: no text explains more of the update than chance does{later}"
@@ -215,12 +239,14 @@ class _Inputs(NamedTuple):
     """What an update says of the inputs of a layer: rows of its gradients are mixes of them.
 
     Attributes:
+        number: Of the layer.
         module: What multiplies the inputs.
         rows_AD: The main axes of the whitened rows, which stand for all of them.
         whiten_DD: The matrix that whitens inputs, multiplied from the right.
         independent: Rows that count as independent.
     """
 
+    number: int
     module: nn.Module
     rows_AD: Tensor
     whiten_DD: Tensor
@@ -228,27 +254,52 @@ class _Inputs(NamedTuple):
 
     @classmethod
     def of_rows(
-        cls, module: nn.Module, gradients_AD: Sequence[Tensor], whiten_DD: Tensor
+        cls,
+        number: int,
+        module: nn.Module,
+        gradients_AD: Sequence[Tensor],
+        whiten_DD: Tensor,
     ) -> "_Inputs":
         """Takes the whitened gradients of weights that multiply the same inputs."""
         rows_AD = F.normalize(torch.cat(list(gradients_AD)))
         square_D, axes_DD = torch.linalg.eigh(rows_AD.T @ rows_AD)
-        axes_AD = square_D[-_AXES:].clamp_min(0).sqrt()[:, None] * axes_DD[:, -_AXES:].T
+        count = min(_AXES, len(rows_AD))
+        axes_AD = square_D[-count:].clamp_min(0).sqrt()[:, None] * axes_DD[:, -count:].T
         independent = sum(min(len(rows_AD), _ROWS) for rows_AD in gradients_AD)
-        return cls(module, axes_AD, whiten_DD, independent)
+        return cls(number, module, axes_AD, whiten_DD, independent)
+
+    def more(self, inputs_ND: Tensor, parts_NKD: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns what one more input of N texts has beside K others, and the share it explains.
+
+        Args:
+            inputs_ND: The inputs.
+            parts_NKD: What the others have each beside those before it.
+        """
+        inputs_ND = F.normalize(inputs_ND @ self.whiten_DD, dim=-1)
+        along_NK = (parts_NKD @ inputs_ND[:, :, None]).squeeze(2)
+        left_N = (1 + _ALIKE - along_NK.square().sum(1)).clamp_min(_ALIKE)
+        known_ND = (along_NK[:, None] @ parts_NKD).squeeze(1)
+        part_ND = (inputs_ND - known_ND) / left_N.sqrt()[:, None]
+        share_N = (part_ND @ self.rows_AD.T).square().sum(1)
+        return part_ND, share_N / (self.rows_AD.square().sum() + _SMALL)
+
+    def nats_of(self, share_N: Tensor, count: int) -> Tensor:
+        """Returns the nats [N] of shares that so many inputs explain."""
+        width = len(self.whiten_DD)
+        nats_N = width * torch.log1p(-share_N.clamp(max=_ALL)) + count
+        return -self.independent / 2 * nats_N
 
     def nats(self, inputs_NTD: Tensor) -> Tensor:
         """Returns the nats [N] that the inputs of texts explain, each text's together."""
         inputs_NTD = F.normalize(inputs_NTD @ self.whiten_DD, dim=-1)
-        length, width = inputs_NTD.shape[1:]
+        length = inputs_NTD.shape[1]
         products_NTT = inputs_NTD @ inputs_NTD.mT
         products_NTT += _ALIKE * torch.eye(length, device=inputs_NTD.device)
         root_NTT = torch.linalg.cholesky(products_NTT)
         along_NTA = inputs_NTD @ self.rows_AD.T
         parts_NTA = torch.linalg.solve_triangular(root_NTT, along_NTA, upper=False)
         share_N = parts_NTA.square().sum((1, 2)) / (self.rows_AD.square().sum() + _SMALL)
-        nats_N = width * torch.log1p(-share_N.clamp(max=_ALL)) + length
-        return -self.independent / 2 * nats_N
+        return self.nats_of(share_N, length)
 
 
 class _FirstLayer:
@@ -273,6 +324,7 @@ class _FirstLayer:
         self._square = float(rows_AD.square().sum())
         self._count = 0 if mixed is None else mixed.independent
         self._unsaid = _unsaid(model)
+        self._kept: dict[int, Tensor] = {}
 
     def nats(self, known: Sequence[Collection[int]]) -> Tensor:
         """Returns the nats [N, V] that each token explains beside N sets of known tokens.
@@ -286,9 +338,17 @@ class _FirstLayer:
         nats_NV[:, self._unsaid] = _NEVER
         return nats_NV
 
+    def _products(self, token: int) -> Tensor:
+        """Returns the products [V] of a token's input with all; prefixes share tokens."""
+        if token not in self._kept:
+            self._kept[token] = self._states_VD @ self._states_VD[token]
+        return self._kept[token]
+
     def _explained(self, tokens_K: list[int]) -> Tensor:
         """Returns the nats [V] of tokens beyond chance, beside K others."""
-        products_KV = self._states_VD[tokens_K] @ self._states_VD.T
+        products_KV = self._rows_AV.new_zeros((len(tokens_K), len(self._states_VD)))
+        for row_V, token in zip(products_KV, tokens_K, strict=True):
+            row_V[:] = self._products(token)
         ridge_KK = _ALIKE * torch.eye(len(tokens_K), device=products_KV.device)
         root_KK = torch.linalg.cholesky(products_KV[:, tokens_K] + ridge_KK)
         parts_KV = torch.linalg.solve_triangular(root_KK, products_KV, upper=False)
@@ -309,7 +369,7 @@ class _Update:
     Attributes:
         layers: The attention weights that it changes, with their adapters.
         first_layer: What it says of single tokens.
-        mixed: What it says of the inputs of the first layers.
+        mixed: What it says of the inputs of each layer.
     """
 
     def __init__(self, model: LanguageModel, seen: Observation, rng: torch.Generator) -> None:
@@ -337,8 +397,9 @@ class _Update:
         rows: dict[int, list[Tensor]] = {}
         whiten: dict[int, tuple[nn.Module, Tensor]] = {}
         along: dict[str, Tensor] = {}
+        own_NT = _own_texts(model, rng)
         for name, module, (given_MI, slope_MO) in zip(
-            names, modules, _tokens(model, modules, _own_texts(model, rng)), strict=True
+            names, modules, _tokens(model, modules, own_NT), strict=True
         ):
             (out_OO, size_O), (in_II, size_I) = _whitening(slope_MO), _whitening(given_MI)
             gradient = gradients[name]
@@ -356,11 +417,11 @@ class _Update:
                 rows.setdefault(layer_of[name], []).append(rows_OI)
                 whiten[layer_of[name]] = module, in_II
         mixed = {
-            layer: _Inputs.of_rows(module, rows[layer], in_II)
+            layer: _Inputs.of_rows(layer, module, rows[layer], in_II)
             for layer, (module, in_II) in whiten.items()
         }
         self.first_layer = _FirstLayer(model, mixed.get(0))
-        self.mixed = [mixed[layer] for layer in sorted(mixed)[:_DEPTH]]
+        self.mixed = [mixed[layer] for layer in sorted(mixed)]
         weights, length = (
             math.hypot(*(float(tensors[name].norm()) for name in along))
             for tensors in (model.parameters(), along)
@@ -368,33 +429,53 @@ class _Update:
         self._step = {
             name: -_FAR * weights / max(length, _SMALL) * value for name, value in along.items()
         }
+        outer: Any = model.module
+        seen_above = math.sqrt(torch.finfo(outer.dtype).eps)
+        for _ in range(_FARTHER):
+            _, more_NTV = self._likelier(own_NT[:2, :-1])
+            if float(more_NTV.std()) >= seen_above:
+                break
+            self._step = {name: _FARTHER * value for name, value in self._step.items()}
         self._square = sum(float(layer.sent_OI.square().sum()) for layer in self.layers)
         self._count = _INDEPENDENT * sum(layer.sent_OI.numel() for layer in self.layers)
 
-    def hints(self, texts: Sequence[tuple[int, ...]], last: bool = False) -> Tensor:
+    def hints(self, ids_NT: Tensor, caches: Sequence[DynamicCache | None] = (None, None)) -> Tensor:
         """Returns what speaks for each next token [N, T, V], in nats, before its gradient is known.
 
         Training makes likelier what it has seen: contrastive decoding (Li et al. 2023) of the
         models before and after a step along the update. What the step adds to a log probability
         counts in its standard deviations over all tokens.
+
+        Args:
+            ids_NT: The tokens.
+            caches: What the two models keep of earlier tokens; these are added.
         """
-        ids_NT = torch.tensor(texts, device=self._model.device)
-        before_NTV = _log_probabilities(self._model, ids_NT, last)
+        before_NTV, more_NTV = self._likelier(ids_NT, caches)
+        deviation_NT1, mean_NT1 = torch.std_mean(more_NTV, -1, keepdim=True)
+        more_NTV = (more_NTV - mean_NT1) / (deviation_NT1 + _SMALL)
+        return before_NTV + _LIKELIER * more_NTV
+
+    def _likelier(
+        self, ids_NT: Tensor, caches: Sequence[DynamicCache | None] = (None, None)
+    ) -> tuple[Tensor, Tensor]:
+        """Returns log probabilities [N, T, V] of next tokens, and what a step adds to them."""
+        before, after = caches
+        before_NTV = _log_probabilities(self._model, ids_NT, before)
         weights = self._model.trained()
         with copied_parameters(weights[name] for name in self._step):
             for name, value in self._step.items():
                 weights[name].data += value.to(weights[name])
-            more_NTV = _log_probabilities(self._model, ids_NT, last) - before_NTV
-        deviation_NT1, mean_NT1 = torch.std_mean(more_NTV, -1, keepdim=True)
-        more_NTV = (more_NTV - mean_NT1) / (deviation_NT1 + _SMALL)
-        return before_NTV + more_NTV
+            more_NTV = _log_probabilities(self._model, ids_NT, after) - before_NTV
+        return before_NTV, more_NTV
 
-    def inputs(self, texts: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """Returns the inputs [N, T, D] of the first layers, for texts of one length."""
+    def inputs(
+        self, ids_NT: Tensor, layers: Sequence[_Inputs], cache: DynamicCache | None = None
+    ) -> list[Tensor]:
+        """Returns the inputs [N, T, D] of layers, behind what a cache keeps; it grows."""
         outer: Any = self._model.module
-        modules = [layer.module for layer in self.mixed]
+        modules = [layer.module for layer in layers]
         with _listening(modules, last=True) as heard, suppress(_ReachedError):
-            outer.base_model(input_ids=torch.tensor(texts, device=self._model.device))
+            outer.base_model(input_ids=ids_NT, past_key_values=cache, use_cache=cache is not None)
         return [inputs_NTD for inputs_NTD, _ in heard]
 
     def gradients(self, texts: Sequence[tuple[int, ...]]) -> tuple[Tensor, list[Tensor]]:
@@ -424,6 +505,26 @@ class _Update:
         return -self._count / 2 * torch.log1p(-share_N.clamp(max=_ALL))
 
 
+class _Beam(NamedTuple):
+    """Prefixes of one length, and what was computed of them.
+
+    Attributes:
+        ids: The prefixes.
+        support_N: What speaks for them.
+        parts_LNKD: What each of K inputs has beside those before it, in each layer.
+        share_LN: The share of a layer's rows that they explain.
+        caches: What the models before and after a step along the update keep of the tokens.
+        hints_NV: What speaks for each next token.
+    """
+
+    ids: list[tuple[int, ...]]
+    support_N: Tensor
+    parts_LNKD: Tensor
+    share_LN: Tensor
+    caches: tuple[DynamicCache, DynamicCache]
+    hints_NV: Tensor
+
+
 class _Search:
     """The search for one text of a batch, beside others."""
 
@@ -433,9 +534,11 @@ class _Search:
         update: _Update,
         beside: Sequence[Judged],
         longest: int,
-        several: bool = False,
+        proves: Callable[[tuple[int, ...]], bool] | None,
     ) -> None:
-        self._update, self._longest, self._several = update, longest, several
+        """Takes what tells whether a text is the whole update; None for a text of a batch."""
+        self._update, self._longest = update, longest
+        self._device, self._proves = model.device, proves
         self._first = _first(model)
         (self._end,) = certificate.close(model, ())
         self._known = {token for text in beside for token in text.ids}
@@ -446,74 +549,147 @@ class _Search:
 
     def best(self, width: int, clock: Clock) -> tuple[int, ...]:
         """Returns the text of the best score that a beam finds, closed."""
-        beam = self._beginnings()
-        support_N, nats_NL = self._beside[0].new_zeros(len(beam)), self._explained(beam, clock)
+        beam = self._begun()
         ended, most, stale = dict[tuple[int, ...], float](), -math.inf, 0
         while True:
-            closed = [(*ids, self._end) for ids in beam]
+            likely_N = beam.support_N + beam.hints_NV[:, self._end]
+            likely = likely_N.topk(min(_CLOSED, len(beam.ids))).indices.tolist()
+            closed = [(*beam.ids[row], self._end) for row in likely]
             scores_N = self._scores(closed, clock)
-            best = float(scores_N.max())
-            stale, most = (0, best) if best > most else (stale + 1, most)
             ended |= zip(closed, scores_N.tolist(), strict=True)
+            best = max(closed, key=ended.__getitem__)
+            if ended[best] > most and self._proved(best):
+                return best
+            stale, most = (0, ended[best]) if ended[best] > most else (stale + 1, most)
             given_up = stale >= _STALE and (most > 0 or len(closed[0]) > _BEGUN)
             if given_up or len(closed[0]) >= self._longest or clock.up():
                 return max(ended, key=ended.__getitem__)
-            table_NV = self._update.first_layer.nats([{*ids, *self._known} for ids in beam])
-            hints_NV = self._update.hints(beam, last=True)[:, 0]
-            hints_NV[:, self._end] = _NEVER
-            tried_NJ = _tried(hints_NV, table_NV, _TRIED)
-            texts = [
-                (*ids, token)
-                for ids, tried in zip(beam, tried_NJ.tolist(), strict=True)
-                for token in tried
-            ]
-            if self._several:
-                table_N = table_NV.gather(1, tried_NJ).flatten()
-                beam = [texts[i] for i in self._scored(texts, table_N, width, clock)]
-                continue
-            support_N = (support_N[:, None] + hints_NV.gather(1, tried_NJ)).flatten()
-            nats_NL, before_NL = self._explained(texts, clock), nats_NL
-            more_NL = nats_NL - before_NL.repeat_interleave(tried_NJ.shape[1], 0)
-            support_N += _LAYERS * more_NL.clamp_min(0).log1p().sum(1)
-            kept = support_N.topk(min(width, len(texts))).indices
-            beam = [texts[i] for i in kept.tolist()]
-            support_N, nats_NL = support_N[kept], nats_NL[kept]
+            kept = self._scored if self._proves is None else self._explaining
+            beam = self._grown(beam, *kept(beam, width, clock))
 
-    def _scored(
-        self, texts: Sequence[tuple[int, ...]], table_N: Tensor, width: int, clock: Clock
-    ) -> list[int]:
-        """Returns which prefixes of a batch are kept, where states of other texts explain as much.
+    def _begun(self) -> _Beam:
+        """Returns what begins all texts, or the first tokens that the first layer supports."""
+        if self._first:
+            ids_NT = torch.tensor([self._first], device=self._device)
+        else:
+            # The first token is no target, so that nothing else is known of it.
+            (nats_V,) = self._update.first_layer.nats([self._known])
+            ids_NT = nats_V.topk(min(_BEGINNINGS, len(nats_V))).indices[:, None]
+        layers, count = self._update.mixed, len(ids_NT)
+        zeros = partial(torch.zeros, device=self._device)
+        beam = _Beam(
+            ids=[()] * count,
+            support_N=zeros(count),
+            parts_LNKD=zeros((len(layers), count, 0, len(layers[0].whiten_DD))),
+            share_LN=zeros((len(layers), count)),
+            caches=(DynamicCache(), DynamicCache()),
+            hints_NV=zeros((count, 0)),
+        )
+        rows_N = torch.arange(count, device=self._device)
+        for tokens_N in ids_NT.T:
+            beam = self._grown(beam, rows_N, tokens_N, beam.support_N)
+        return beam
+
+    def _grown(self, beam: _Beam, rows_N: Tensor, tokens_N: Tensor, support_N: Tensor) -> _Beam:
+        """Returns some prefixes of a beam, each with one more token."""
+        _, parts_LND, share_LN = self._gain(beam, rows_N, tokens_N, self._update.mixed, UNLIMITED)
+        before, after = (_of_rows(cache, rows_N) for cache in beam.caches)
+        hints_NTV = self._update.hints(tokens_N[:, None], (before, after))
+        return _Beam(
+            ids=_longer(beam, rows_N, tokens_N),
+            support_N=support_N,
+            parts_LNKD=torch.cat([beam.parts_LNKD[:, rows_N], parts_LND[:, :, None]], 2),
+            share_LN=share_LN,
+            caches=(before, after),
+            hints_NV=hints_NTV[:, -1],
+        )
+
+    def _next_words(self, beam: _Beam) -> tuple[Tensor, Tensor]:
+        """Returns hints [N, V] without the end token, and nats [N, V] of the first layer."""
+        hints_NV = beam.hints_NV.clone()
+        hints_NV[:, self._end] = _NEVER
+        return hints_NV, self._update.first_layer.nats([{*ids, *self._known} for ids in beam.ids])
+
+    def _explaining(self, beam: _Beam, width: int, clock: Clock) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the prefixes [N] and their next tokens [N] that explain most, and support [N]."""
+        hints_NV, table_NV = self._next_words(beam)
+        tried_NV = _RANKED * beam.support_N[:, None] + hints_NV + _TABLE * table_NV
+        vocabulary = tried_NV.shape[1]
+        behind_NJ = _tried(hints_NV, table_NV, _BEHIND)
+        tried_N = tried_NV.scatter_(1, behind_NJ, math.inf).flatten()
+        tried = max(_TRIED, behind_NJ.numel())
+        pairs_M = tried_N.topk(min(tried, len(tried_N))).indices
+        layers = self._update.mixed
+        kept = max(width, _WIDE // (len(beam.ids[0]) + 1))
+        for some, count in ((layers[:_DEPTH], _DEEP), (layers, kept)):
+            rows_M, tokens_M = pairs_M // vocabulary, pairs_M % vocabulary
+            more_M, _, _ = self._gain(beam, rows_M, tokens_M, some, clock)
+            support_M = beam.support_N[rows_M] + hints_NV[rows_M, tokens_M] + more_M
+            support_M, best_M = support_M.topk(min(count, len(support_M)))
+            pairs_M = pairs_M[best_M]
+        return pairs_M // vocabulary, pairs_M % vocabulary, support_M
+
+    def _scored(self, beam: _Beam, width: int, clock: Clock) -> tuple[Tensor, Tensor, Tensor]:
+        """Likewise, of a batch, by scores: states of words of other texts explain as much.
 
         A score does not contain a token's effect on later ones, so half of the prefixes are those
         whose last token the first layer supports.
         """
-        scores_N = self._scores(texts, clock)
-        count = max(width // _COST, _EARLY // len(texts[0]) ** 2)
-        half = min(-(-count // 2), len(texts))
-        ranks = (scores_N, scores_N + _TABLE * table_N)
-        return sorted({i for rank_N in ranks for i in rank_N.topk(half).indices.tolist()})
+        hints_NV, table_NV = self._next_words(beam)
+        tokens_NJ = _tried(hints_NV, table_NV, _BEHIND)
+        rows_M = torch.arange(len(beam.ids), device=self._device)
+        rows_M, tokens_M = rows_M.repeat_interleave(tokens_NJ.shape[1]), tokens_NJ.flatten()
+        scores_M = self._scores(_longer(beam, rows_M, tokens_M), clock)
+        count = max(width // _COST, _EARLY // (len(beam.ids[0]) + 1) ** 2)
+        half = min(-(-count // 2), len(rows_M))
+        ranks = (scores_M, scores_M + _TABLE * table_NV[rows_M, tokens_M])
+        best_N = sorted({i for rank_M in ranks for i in rank_M.topk(half).indices.tolist()})
+        return rows_M[best_N], tokens_M[best_N], scores_M[best_N]
 
-    def _beginnings(self) -> list[tuple[int, ...]]:
-        """Returns what begins all texts, or the first tokens that the first layer supports."""
-        if self._first:
-            return [self._first]
-        # The first token is no target, so that nothing else is known of it.
-        (nats_V,) = self._update.first_layer.nats([self._known])
-        return [(token,) for token in nats_V.topk(min(_BEGINNINGS, len(nats_V))).indices.tolist()]
+    def _gain(
+        self, beam: _Beam, rows_M: Tensor, tokens_M: Tensor, layers: Sequence[_Inputs], clock: Clock
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns what speaks for tokens [M] by what they explain in layers, each after a prefix.
+
+        Beside it: what their inputs have beside those of the prefix [L, M, D], and the share of
+        each layer's rows that all explain [L, M]. What time does not reach explains nothing.
+        """
+        known = beam.parts_LNKD.shape[2]
+        share_LM = beam.share_LN[: len(layers), rows_M]
+        before_LM, after_LM = torch.empty_like(share_LM), torch.empty_like(share_LM)
+        parts_LMD = share_LM.new_zeros((*share_LM.shape, beam.parts_LNKD.shape[3]))
+        for number, layer in enumerate(layers):
+            before_LM[number] = layer.nats_of(share_LM[number], known)
+        size = max(1, _AT_ONCE // (known + 1))
+        for start in clock.paced(range(0, len(rows_M), size), least=1):
+            some = slice(start, start + size)
+            cache = _of_rows(beam.caches[0], rows_M[some], layers[-1].number)
+            given = self._update.inputs(tokens_M[some, None], layers, cache)
+            for number, (layer, inputs_NTD) in enumerate(zip(layers, given, strict=True)):
+                known_NKD = beam.parts_LNKD[number, rows_M[some]]
+                parts_LMD[number, some], more_N = layer.more(inputs_NTD[:, 0], known_NKD)
+                share_LM[number, some] += more_N
+        for number, layer in enumerate(layers):
+            after_LM[number] = layer.nats_of(share_LM[number], known + 1)
+        more_M = (after_LM - before_LM).clamp_min(0).log1p().mean(0)
+        return _LAYERS * more_M, parts_LMD, share_LM
 
     def mended(self, ids: tuple[int, ...], clock: Clock) -> Judged:
         """Returns a closed text after single changes that explain more, the best one first."""
         score = float(self._scores([ids]))
-        while not clock.up():
+        while not self._proved(ids) and not clock.up():
             # Sorted, so that those of one length go through the model together.
             texts = sorted(self._changed(ids), key=len)
-            if not self._several:
+            if self._proves is not None:
                 texts = self._supported(texts, clock)
             best, i = self._scores(texts, clock).max(0)
             if best <= score:
                 break
             ids, score = texts[int(i)], float(best)
         return Judged(ids, -score, math.inf)
+
+    def _proved(self, ids: tuple[int, ...]) -> bool:
+        return self._proves is not None and self._proves(ids)
 
     def _supported(self, texts: Sequence[tuple[int, ...]], clock: Clock) -> list[tuple[int, ...]]:
         """Returns the closed texts, sorted by length, whose states explain most."""
@@ -531,7 +707,8 @@ class _Search:
         places = range(len(self._first), len(ids))
         others = [{*ids[:place], *ids[place + 1 :], *self._known} for place in places]
         # A first token is no target: all are as likely.
-        hints_TV = F.pad(self._update.hints([ids[:-1]])[0], (0, 0, 1, 0))[len(self._first) :]
+        hints_TV = self._update.hints(torch.tensor([ids[:-1]], device=self._device))[0]
+        hints_TV = F.pad(hints_TV, (0, 0, 1, 0))[len(self._first) :]
         tried_TJ = _tried(hints_TV, self._update.first_layer.nats(others), _CHANGES)
         for place, tried in zip(places, tried_TJ.tolist(), strict=True):
             before, behind = ids[:place], ids[place + 1 :]
@@ -551,12 +728,13 @@ class _Search:
         Texts, of one length, that time does not reach explain nothing.
         """
         size = max(1, _AT_ONCE // len(texts[0]))
-        nats_NL = self._beside[0].new_full((len(texts), len(self._update.mixed)), _NEVER)
+        layers = self._update.mixed[:_DEPTH]
+        nats_NL = self._beside[0].new_full((len(texts), len(layers)), _NEVER)
         for start in clock.paced(range(0, len(texts), size), least=1):
             some = slice(start, start + size)
-            given = self._update.inputs(texts[some])
+            given = self._update.inputs(torch.tensor(texts[some], device=self._device), layers)
             nats_NL[some] = torch.stack(
-                [layer.nats(x) for layer, x in zip(self._update.mixed, given, strict=True)], 1
+                [layer.nats(x) for layer, x in zip(layers, given, strict=True)], 1
             )
         return nats_NL
 
@@ -573,6 +751,21 @@ class _Search:
             sums = [a + b for a, b in zip(self._beside, gradients, strict=True)]
             scores_N[some] = prior_N + self._update.nats(sums)
         return scores_N - self._update.nats(self._beside)
+
+
+def _proves(model: LanguageModel, seen: Observation, clock: Clock, ids: tuple[int, ...]) -> bool:
+    """Whether a closed text gives the update: its gradient, or the client's steps on it."""
+    opened = ids[: -len(certificate.close(model, ()))]
+    if certificate.judge(model, [opened], seen, clock).verified:
+        return True
+    made = replay.replay(model, [ids], seen, clock.left())
+    return made is not None and made.verified
+
+
+def _longer(beam: _Beam, rows_M: Tensor, tokens_M: Tensor) -> list[tuple[int, ...]]:
+    """Returns prefixes of a beam, each with one more token."""
+    pairs = zip(rows_M.tolist(), tokens_M.tolist(), strict=True)
+    return [(*beam.ids[row], token) for row, token in pairs]
 
 
 def _tried(hints_NV: Tensor, table_NV: Tensor, count: int) -> Tensor:
@@ -674,11 +867,21 @@ def _whitening(rows_ND: Tensor) -> tuple[Tensor, Tensor]:
     return root_DD / size_D[:, None], size_D
 
 
-def _log_probabilities(model: LanguageModel, ids_NT: Tensor, last: bool = False) -> Tensor:
+def _log_probabilities(
+    model: LanguageModel, ids_NT: Tensor, cache: DynamicCache | None = None
+) -> Tensor:
     """Returns the log probability [N, T, V] of each next token; special tokens have almost none."""
     outer: Any = model.module
-    hidden_NTD = outer.base_model(input_ids=ids_NT).last_hidden_state
-    return _next(model, hidden_NTD[:, -1:] if last else hidden_NTD)
+    output = outer.base_model(input_ids=ids_NT, past_key_values=cache, use_cache=cache is not None)
+    return _next(model, output.last_hidden_state)
+
+
+def _of_rows(cache: DynamicCache, rows_M: Tensor, layers: int | None = None) -> DynamicCache:
+    """Returns what a cache has for some rows, in the first layers."""
+    chosen = DynamicCache()
+    for number, layer in enumerate(cache.layers[:layers]):
+        chosen.update(layer.keys[rows_M], layer.values[rows_M], number)
+    return chosen
 
 
 def _next(model: LanguageModel, hidden_XD: Tensor) -> Tensor:

@@ -58,9 +58,11 @@ def adapted(small):
     return model
 
 
+@torch.no_grad()
 def searched(model, seen, beside=(), several=False):
     update = state_pursuit._Update(model, seen, stream(0, "texts"))
-    return update, state_pursuit._Search(model, update, beside, 30, several)
+    proves = None if several else lambda ids: False
+    return update, state_pursuit._Search(model, update, beside, 30, proves)
 
 
 @torch.no_grad()
@@ -115,7 +117,7 @@ def test_whitened_rows_have_no_common_direction():
 def test_an_update_makes_likelier_what_it_was_trained_on(adapted):
     (own,) = map(tuple, adapted.encode(["she told us that nobody knows it all"]))
     update, _ = searched(adapted, sent(adapted, [own]))
-    hints_TV = update.hints([own[:-1]])[0]
+    hints_TV = update.hints(torch.tensor([own[:-1]]))[0]
     places = [
         float((hints_V < hints_V[token]).float().mean())
         for hints_V, token in zip(hints_TV, own[1:-1], strict=False)
@@ -135,7 +137,7 @@ def test_the_first_layer_says_what_is_left_of_rows_and_inputs_without_known_toke
     states_VD = states_VD / states_VD.norm(dim=1, keepdim=True).clamp_min(1e-9)
     tokens, known = [20, 30, 40], (30, 50)
     rows = [torch.randn(5, 3, generator=rng) @ states_VD[tokens] for _ in range(2)]
-    mixed = state_pursuit._Inputs.of_rows(torch.nn.Linear(48, 5), rows, whiten_DD)
+    mixed = state_pursuit._Inputs.of_rows(0, torch.nn.Linear(48, 5), rows, whiten_DD)
     (nats_V,) = state_pursuit._FirstLayer(model, mixed).nats([known])
 
     rows_AD = torch.cat(rows)
@@ -169,7 +171,7 @@ def test_inputs_together_explain_what_least_squares_explains_of_rows():
     white_TD = inputs_TD @ whiten_DD
     rows = [torch.randn(5, 4, generator=rng) @ white_TD for _ in range(2)]
     rows = [rows_AD + torch.randn(5, 48, generator=rng) * rows_AD.std() for rows_AD in rows]
-    layer = state_pursuit._Inputs.of_rows(torch.nn.Linear(48, 5), rows, whiten_DD)
+    layer = state_pursuit._Inputs.of_rows(0, torch.nn.Linear(48, 5), rows, whiten_DD)
 
     rows_DA = torch.nn.functional.normalize(torch.cat(rows)).T
     left_DA = rows_DA - white_TD.T @ torch.linalg.lstsq(white_TD.T, rows_DA).solution
@@ -178,9 +180,70 @@ def test_inputs_together_explain_what_least_squares_explains_of_rows():
     torch.testing.assert_close(layer.nats(inputs_TD[None])[0], expected, rtol=0.02, atol=0.5)
 
 
+def test_inputs_explain_the_same_one_after_another_and_together():
+    rng = torch.Generator().manual_seed(0)
+    inputs_NTD = torch.randn(2, 4, 48, generator=rng)
+    inputs_NTD[1, 3] = inputs_NTD[1, 2]  # which explains no more
+    rows = [torch.randn(5, 48, generator=rng) for _ in range(2)]
+    whiten_DD = torch.randn(48, 48, generator=rng)
+    layer = state_pursuit._Inputs.of_rows(0, torch.nn.Linear(48, 5), rows, whiten_DD)
+    parts_NKD, share_N = torch.zeros(2, 0, 48), torch.zeros(2)
+    for count, inputs_ND in enumerate(inputs_NTD.unbind(1), 1):
+        part_ND, more_N = layer.more(inputs_ND, parts_NKD)
+        parts_NKD, share_N = torch.cat([parts_NKD, part_ND[:, None]], 1), share_N + more_N
+        together_N = layer.nats(inputs_NTD[:, :count])
+        torch.testing.assert_close(layer.nats_of(share_N, count), together_N, rtol=1e-3, atol=0.02)
+    assert float(more_N[0]) > 100 * float(more_N[1])
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
 @torch.no_grad()
-def test_the_inputs_of_the_first_layers_are_those_of_a_whole_forward_pass(adapted, monkeypatch):
-    monkeypatch.setattr(state_pursuit, "_DEPTH", 2)
+def test_a_beam_says_of_its_prefixes_what_whole_prefixes_say(small, observe, family, monkeypatch):
+    """Though a token goes through the model alone, beside what earlier ones left in its caches."""
+    monkeypatch.setattr(state_pursuit, "_BEGINNINGS", 10**6)
+    model = small(family, CAUSAL_LM, layers=3, width=48)
+    own, other = (tuple(ids) for ids in model.encode(["she told us that", "nobody knows it all"]))
+    with torch.enable_grad():
+        seen = observe(model, ["she told us that"]).seen
+    update, search = searched(model, seen)
+    beam, last = search._begun(), torch.tensor([0, 0])
+    if not state_pursuit._first(model):  # Every token may be the first one.
+        last = torch.tensor([beam.ids.index(ids[:1]) for ids in (own, other)])
+    for place in range(len(beam.ids[0]), 4):
+        tokens_N = torch.tensor([own[place], other[place]])
+        beam = search._grown(beam, last, tokens_N, torch.zeros(2))
+        last = torch.tensor([1, 0])  # They change places.
+        own, other = other, own
+    prefixes = [other[:4], own[:4]]
+    assert beam.ids == prefixes
+    hints_NTV = update.hints(torch.tensor(prefixes))
+    torch.testing.assert_close(beam.hints_NV, hints_NTV[:, -1], rtol=0, atol=0.05)
+    nats_NL = search._explained(prefixes, Clock(None))
+    for layer, share_N, nats_N in zip(update.mixed, beam.share_LN, nats_NL.T, strict=True):
+        torch.testing.assert_close(layer.nats_of(share_N, 4), nats_N, rtol=0.01, atol=0.1)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-5])
+@torch.no_grad()
+def test_what_an_update_makes_likelier_does_not_drown_in_rounding(adapted, size):
+    """The smaller the weights of adapters, the smaller is a step that is a share of them."""
+    for name, parameter in adapted.trained().items():
+        if "lora_B" in name:
+            parameter.data *= size
+    (own,) = map(tuple, adapted.encode(["she told us that nobody knows it all"]))
+    with torch.enable_grad():
+        seen = sent(adapted, [own])
+    update, _ = searched(adapted, seen)
+    ids_1T = torch.tensor([own[:-1]])
+    hints_TV = update.hints(ids_1T)[0]
+    update._step = {name: value / 2 for name, value in update._step.items()}
+    likely = hints_TV > state_pursuit._NEVER / 2
+    halved_TV = update.hints(ids_1T)[0]
+    torch.testing.assert_close(halved_TV[likely], hints_TV[likely], rtol=0, atol=0.1)
+
+
+@torch.no_grad()
+def test_the_inputs_of_the_first_layers_are_those_of_a_whole_forward_pass(adapted):
     texts = [tuple(ids[:5]) for ids in adapted.encode(["she told us that", "nobody knows it all"])]
     update, _ = searched(adapted, sent(adapted, texts))
     hidden = adapted.module(input_ids=torch.tensor(texts), output_hidden_states=True).hidden_states
@@ -188,7 +251,7 @@ def test_the_inputs_of_the_first_layers_are_those_of_a_whole_forward_pass(adapte
     handle = adapted.module.base_model.layers[2].register_forward_hook(
         lambda *_: reached.append(True)
     )
-    given = update.inputs(texts)
+    given = update.inputs(torch.tensor(texts), update.mixed[:2])
     handle.remove()
     assert not reached  # Deeper layers are not computed.
     assert len(given) == 2
@@ -222,6 +285,27 @@ def test_a_beam_that_keeps_few_prefixes_finds_a_text(small, observe, monkeypatch
         seen = observe(model, ["she told us that"]).seen
     _, search = searched(model, seen, several=several)
     assert search.best(3, Clock(None)) == own
+
+
+@pytest.mark.parametrize("adam", [True, False])
+def test_a_search_ends_at_a_proof(adapted, small, observe, monkeypatch, adam):
+    """By replay after Adam; of one gradient by the gradient itself."""
+    model = adapted if adam else small("llama", CAUSAL_LM, layers=3, width=48)
+    (own,) = map(tuple, model.encode(["she told us that"]))
+    seen = sent(model, [own]) if adam else observe(model, ["she told us that"]).seen
+    lengths, grown = [], state_pursuit._Search._grown
+
+    def noted(search, beam, *kept):
+        lengths.append(len(beam.ids[0]) + 1)
+        return grown(search, beam, *kept)
+
+    monkeypatch.setattr(state_pursuit._Search, "_grown", noted)
+    monkeypatch.setattr(state_pursuit._Search, "_changed", None)  # Nothing is left to mend.
+    answer = StatePursuit(width=4)(seen, model, rng=stream(0, "a"))
+    assert answer.sequences == (own,)
+    assert lengths == list(range(1, len(own)))
+    made = replay.replay(model, answer.sequences, seen)
+    assert answer.verified or made.verified
 
 
 def test_a_quarter_of_the_tokens_that_are_tried_are_those_of_the_first_layer():
@@ -289,7 +373,7 @@ def test_tokens_of_texts_beside_are_taken_out_of_the_first_layer(small, observe,
     monkeypatch.setattr(state_pursuit._FirstLayer, "nats", noted)
     monkeypatch.setattr(state_pursuit, "_BEGINNINGS", 2)
     for search_part in (
-        search._beginnings,
+        search._begun,
         lambda: search.best(1, Clock(None)),
         lambda: list(search._changed(texts[1])),
     ):
@@ -391,5 +475,5 @@ def test_the_model_writes_as_if_it_read_all_again_for_each_token(small, family, 
         texts_NT = state_pursuit._own_texts(model, stream(0, "own"))
         begun = texts_NT.shape[1] - state_pursuit._OWN_TOKENS
         for length, next_NV in enumerate(draws[-state_pursuit._OWN_TOKENS :], begun):
-            again = state_pursuit._log_probabilities(model, texts_NT[:, :length], last=True)
-            torch.testing.assert_close(next_NV, again[:, 0].exp())
+            again = state_pursuit._log_probabilities(model, texts_NT[:, :length])
+            torch.testing.assert_close(next_NV, again[:, -1].exp())
