@@ -35,7 +35,7 @@ inputs of a weight, A axes that stand for rows, L layers, K known tokens, X any 
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -422,22 +422,24 @@ class _Update:
         }
         self.first_layer = _FirstLayer(model, mixed.get(0))
         self.mixed = [mixed[layer] for layer in sorted(mixed)]
-        weights, length = (
-            math.hypot(*(float(tensors[name].norm()) for name in along))
-            for tensors in (model.parameters(), along)
-        )
-        self._step = {
-            name: -_FAR * weights / max(length, _SMALL) * value for name, value in along.items()
-        }
-        outer: Any = model.module
-        seen_above = math.sqrt(torch.finfo(outer.dtype).eps)
-        for _ in range(_FARTHER):
-            _, more_NTV = self._likelier(own_NT[:2, :-1])
-            if float(more_NTV.std()) >= seen_above:
-                break
-            self._step = {name: _FARTHER * value for name, value in self._step.items()}
         self._square = sum(float(layer.sent_OI.square().sum()) for layer in self.layers)
         self._count = _INDEPENDENT * sum(layer.sent_OI.numel() for layer in self.layers)
+        self._set_step(along, own_NT[:2, :-1])
+
+    def _set_step(self, along: Mapping[str, Tensor], ids_NT: Tensor) -> None:
+        """Sets a step along an update, so far that rounding is little of what texts gain by it."""
+        weights, length = (
+            math.hypot(*(float(tensors[name].norm()) for name in along))
+            for tensors in (self._model.parameters(), along)
+        )
+        outer: Any = self._model.module
+        visible = math.sqrt(torch.finfo(outer.dtype).eps)
+        size = -_FAR * weights / max(length, _SMALL)
+        for _ in range(_FARTHER):
+            self._step = {name: size * value for name, value in along.items()}
+            if float(self._likelier(ids_NT)[1].std()) >= visible:
+                break
+            size *= _FARTHER
 
     def hints(self, ids_NT: Tensor, caches: Sequence[DynamicCache | None] = (None, None)) -> Tensor:
         """Returns what speaks for each next token [N, T, V], in nats, before its gradient is known.
