@@ -17,6 +17,8 @@ and the share of members found where 5 % of the others are accused. Then CPU sec
   calibrated  less what the mean of the other clients' updates of the round says of the same text
   FedMIA      residual, less the mean of the other updates' residuals, divided by their standard
               deviation (Zhu et al. 2024)
+  LiRA        residual, less the mean of those of `--references` updates of texts that nobody else
+              has, divided by their standard deviation (Carlini et al. 2022, offline)
   cosine      of a text's gradient and the update, each tensor in its own unit
   ProjRes     how much of a text's hidden states lies in the rows of the updates of A, mean over
               layers and tokens (arXiv 2604.21197; its own attack takes rows of whole weights, which
@@ -52,9 +54,10 @@ SIZE = STEPS * BATCH
 
 
 class Federation(NamedTuple):
-    """Updates, the texts of each, and texts that are in none of them."""
+    """Updates, those of references, the texts of the former, and texts that are in none."""
 
     updates: list[dict[str, Tensor]]
+    references: list[dict[str, Tensor]]
     members: list[list[tuple[int, ...]]]
     others: list[tuple[int, ...]]
 
@@ -71,6 +74,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--asked", type=int, default=80)
     parser.add_argument("--public", type=int, default=200)
+    parser.add_argument("--references", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--sums", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--seed", type=int, default=1, help="of the order of the texts")
@@ -132,15 +136,18 @@ def rounds(
         for start in range(used, used + SIZE * args.clients, SIZE)
     ]
     others = list(corpus[used + SIZE * args.clients :])
+    of_references = [others[-SIZE * (i + 1) :][:SIZE] for i in range(args.references)]
+    others = others[: len(others) - SIZE * args.references]
     for number in range(args.rounds):
         start = {name: value.clone() for name, value in model.trained().items()}
         updates = []
-        for client, batch in enumerate(members):
-            seed = number * args.clients + client
+        for client, batch in enumerate([*members, *of_references]):
+            seed = number * (args.clients + args.references) + client
             update = local_update_(model, batch, [0] * SIZE, local, seed=seed)
             updates.append(dict(update.tensors))
             moved_(model, start)
-        yield Federation(updates, members, others)
+        references, updates = updates[args.clients :], updates[: args.clients]
+        yield Federation(updates, references, members, others)
         moved_(model, {name: value + mean(updates)[name] for name, value in start.items()})
 
 
@@ -198,6 +205,17 @@ def scored(
                     if other != client:
                         ratio_K, _, variance_K, *_ = products(rows[other], backgrounds)
                         of_others[other].append(ratio_K / variance_K.sqrt())
+    of_references = defaultdict(list)
+    for update in trained.references if 1 in args.sums else ():
+        sent = {name: -value.flatten() / RATE for name, value in update.items()}
+        backgrounds = covariance(known, sent, {}, SIZE)
+        for client in range(args.clients):
+            ratio_K, _, variance_K, *_ = products(rows[client], backgrounds)
+            of_references[client].append(ratio_K / variance_K.sqrt())
+    for client, references in of_references.items():
+        references_RK = torch.stack(references)
+        own_K = scores[1, "residual"][client] - references_RK.mean(0)
+        scores[1, "LiRA"].append(own_K / references_RK.var(0).mean().sqrt())
     for client, own_K in enumerate(scores.get((1, "residual"), ())):
         others_UK = torch.stack(of_others[client])
         scores[1, "FedMIA"].append((own_K - others_UK.mean(0)) / others_UK.std(0))

@@ -180,7 +180,7 @@ def replay(
         return _without(lacking_X, flat(steps_again(model, batches, seen)))
 
     best: tuple[float, Arrangement] | None = None
-    for start in _starts(model, closed, seen):
+    for start in arrangements(model, closed, seen):
         begun = clock.left()
         climbed = _climbed(model, closed, seen, sent_X, again, start, clock)
         best = climbed if best is None else max(best, climbed, key=lambda pair: pair[0])
@@ -303,7 +303,7 @@ def cosine(a_X: Tensor, b_X: Tensor) -> float:
     return 1 - float((a_X / a_X.norm() - b_X / b_X.norm()).norm()) ** 2 / 2
 
 
-def _starts(
+def arrangements(
     model: LanguageModel, closed: Sequence[Sequence[int]], seen: Observation
 ) -> Iterator[Arrangement]:
     """Yields an arrangement for each number of passes, and of texts per step, that steps admit."""

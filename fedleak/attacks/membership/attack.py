@@ -22,12 +22,13 @@ from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
 import torch
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from fedleak.attacks import CALIBRATED, AttackSetting, OnProgress
 from fedleak.attacks.certificate import as_gradient
 from fedleak.attacks.membership.likelihood import Statistics, compared, statistics
+from fedleak.attacks.membership.references import lira, obstacle
 from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.models import LanguageModel, absolute, example_losses, pad
 from fedleak.training.observation import QUESTIONS, Example, Observation
@@ -44,12 +45,15 @@ class Membership:
     with the text in it, by the part of its gradient that no public text explains; `cosine`, that
     of its gradient with the update; `loss`, how well the broadcast model fits it; `loss_drop`, how
     much better it is fitted after the update; `calibrated`, the residual less what the mean
-    of the other updates of the round says of the text, where there are any.
+    of the other updates of the round says of the text, where there are any; `lira`, if references
+    are asked for, how far a residual is from those of references.
 
     Attributes:
         candidates: A csv, tsv, jsonl or parquet file with a column `text` and, for a classifier, a
             column `label`: the texts that are asked about. Left out: the texts of each batch, and
             as many held-out ones.
+        references: Updates that are made for each update, of public texts (`references.py`). They
+            take as many times as long. Left out: none.
     """
 
     kind: ClassVar[str] = "membership"
@@ -57,6 +61,7 @@ class Membership:
     uses: ClassVar[frozenset[str]] = QUESTIONS
     at_once: ClassVar[int] = 8
     candidates: Annotated[str, AfterValidator(absolute)] | None = None
+    references: Annotated[int, Field(ge=2)] | None = None
 
     def obstacle(self, setting: AttackSetting) -> str | None:
         """Needs texts to ask about."""
@@ -104,7 +109,10 @@ class Membership:
             group = [seen[place] for place in lists]
             scores = statistics(model, [*lists.values()], public, group)
             for place, own_scores in zip(lists, scores, strict=True):
-                answers[place] = _answer(model, seen[place], lists[place], own_scores)
+                answer = _answer(model, seen[place], lists[place], own_scores)
+                if self.references is not None:
+                    answer = _referred(answer, model, seen[place], self.references, rngs[place])
+                answers[place] = answer
         return [answers[place] for place in range(len(seen))]
 
 
@@ -133,6 +141,23 @@ def _answer(
             "left_out": sorted(tensors.keys() - finite.keys()),
         },
     )
+
+
+def _referred(
+    answer: Reconstruction,
+    model: LanguageModel,
+    seen: Observation,
+    references: int,
+    rng: torch.Generator,
+) -> Reconstruction:
+    """Returns an answer with the score `lira` too, or with the reason why it has none."""
+    candidates = seen.knowledge.candidates
+    assert candidates is not None
+    reason = obstacle(seen, candidates.public)
+    if reason is not None:
+        return replace(answer, reason=f"no score lira: {reason}")
+    lira_K = lira(model, seen, candidates.listed, candidates.public, references, rng)
+    return replace(answer, scores={**(answer.scores or {}), "lira": tuple(lira_K.tolist())})
 
 
 def losses(model: LanguageModel, examples: Sequence[Example]) -> Tensor:
