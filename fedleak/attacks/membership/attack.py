@@ -52,8 +52,8 @@ class Membership:
         candidates: A csv, tsv, jsonl or parquet file with a column `text` and, for a classifier, a
             column `label`: the texts that are asked about. Left out: the texts of each batch, and
             as many held-out ones.
-        references: Updates that are made for each update, of public texts (`references.py`). They
-            take as many times as long. Left out: none.
+        references: Updates of public texts that are made beside each update, for the score `lira`
+            (`references.py`). It takes so many times as long. Left out: none.
     """
 
     kind: ClassVar[str] = "membership"

@@ -22,13 +22,13 @@ Gaussian numbers still point along them (Bussgang 1952).
 - **Score.** A prefix may be a whole text. The gradient of a text, closed by the end token,
   explains a share e of the square of the update: -log(1 - e) / 2 nats for each number that counts
   as independent. The log probability that the model gives the text is added.
-- **Mending.** Single changes anywhere in a text, as long as one scores more. Those are scored whose
-  states explain most.
-- **Batches.** Each text is sought, and mended, beside the texts that were found. States of words of
-  other texts explain as much, so prefixes are ranked, and changes chosen, by their scores alone.
-
-None of this is a proof: that takes making the client's steps again (`replay`), or recomputing the
-gradient.
+- **Mending.** Single changes anywhere in a text, as long as one scores more: a token less, more or
+  another one, or some in another place. Those are scored whose states explain most.
+- **Proof.** A text that scores more than those before is proved, or not, by its gradient or by the
+  client's steps on it (`replay`). The search for a single text ends at a proof.
+- **Batches.** Each text is sought, and mended, beside the texts that were found, and once more when
+  all were found. States of words of other texts explain as much, so prefixes are ranked, and
+  changes chosen, by their scores alone.
 
 Shapes: N texts or prefixes, J next tokens, V vocabulary, D hidden size, T tokens, O outputs and I
 inputs of a weight, A axes that stand for rows, L layers, K known tokens, X any axes.
@@ -119,8 +119,8 @@ _FAR, _FARTHER = 0.003, 10
 times as far, and up to so many times, where what that adds drowns in rounding, as of the small
 weights of adapters."""
 
-_CHANGES = 20
-"""Tokens that are tried at each place of a text."""
+_CHANGES, _MOVED = 20, 3
+"""Tokens that are tried at each place of a text; successive ones that are moved together."""
 
 _NEVER = -1e4
 """Log probability of a token that stands in no text."""
@@ -211,9 +211,11 @@ class StatePursuit(OneByOne):
             texts.append(text)
             tell(len(texts), wanted, text)
         for i in range(len(texts) if wanted > 1 else 0):
+            if clock.up():
+                break
             beside = [*texts[:i], *texts[i + 1 :]]
             search = _Search(model, update, beside, longest, proves)
-            texts[i] = search.mended(texts[i].ids, clock)
+            texts[i] = search.mended(search.best(self.width, clock, texts[i].ids), clock)
         if not texts:
             reason = f"nothing read: no text explains more of the update than chance does{later}"
             late = {"time_up": True} if clock.rang else {}
@@ -549,10 +551,10 @@ class _Search:
             _, gradients = update.gradients([text.ids])
             self._beside = [a + b for a, b in zip(self._beside, gradients, strict=True)]
 
-    def best(self, width: int, clock: Clock) -> tuple[int, ...]:
-        """Returns the text of the best score that a beam finds, closed."""
+    def best(self, width: int, clock: Clock, *known: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the text of the best score among known ones and those of a beam, closed."""
         beam = self._begun()
-        ended, most, stale = dict[tuple[int, ...], float](), -math.inf, 0
+        ended, most, stale = {ids: float(self._scores([ids])) for ids in known}, -math.inf, 0
         while True:
             likely_N = beam.support_N + beam.hints_NV[:, self._end]
             likely = likely_N.topk(min(_CLOSED, len(beam.ids))).indices.tolist()
@@ -705,7 +707,7 @@ class _Search:
         return [texts[i] for i in likely.tolist()]
 
     def _changed(self, ids: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        """Yields texts with a token less, two exchanged, another one, or one more."""
+        """Yields texts with a token less, another one, one more, or some in another place."""
         places = range(len(self._first), len(ids))
         others = [{*ids[:place], *ids[place + 1 :], *self._known} for place in places]
         # A first token is no target: all are as likely.
@@ -721,8 +723,13 @@ class _Search:
                     yield (*before, token, *behind)
             if behind and len(ids) > 2:
                 yield before + behind
-            if len(behind) > 1:
-                yield (*before, behind[0], ids[place], *behind[1:])
+        # Of a batch, whose changes all need a gradient, only single tokens.
+        for count in range(1, _MOVED + 1 if self._proves is not None else 2):
+            for place in places[:-count]:
+                moved, left = ids[place : place + count], ids[:place] + ids[place + count :]
+                for to in places[:-count]:
+                    if to != place:
+                        yield left[:to] + moved + left[to:]
 
     def _explained(self, texts: Sequence[tuple[int, ...]], clock: Clock) -> Tensor:
         """Returns the nats [N, L] that the inputs of tokens explain in L layers.

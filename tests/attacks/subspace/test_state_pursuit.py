@@ -325,7 +325,7 @@ def test_without_the_first_layer_it_says_nothing_of_a_token(small):
 
 @pytest.mark.parametrize(("family", "several"), [("llama", True), ("gpt2", False)])
 @torch.no_grad()
-def test_a_wrong_word_a_missing_one_one_more_and_two_exchanged_are_mended(
+def test_a_wrong_word_a_missing_one_one_more_and_one_elsewhere_are_mended(
     small, observe, family, several
 ):
     model = small(family, CAUSAL_LM, layers=3, width=48)
@@ -338,11 +338,43 @@ def test_a_wrong_word_a_missing_one_one_more_and_two_exchanged_are_mended(
         before, behind = own[:place], own[place + 1 :]
         wrong, missing = (*before, own[place] + 1, *behind), before + behind
         one_more = (*before, own[place] + 1, *own[place:])
-        exchanged = (*before, behind[0], own[place], *behind[1:])
-        for ids in (wrong, missing, one_more, exchanged):
+        elsewhere = (*before, *behind[:2], own[place], *behind[2:])
+        for ids in (wrong, missing, one_more, elsewhere):
             text = search.mended(ids, Clock(None))
             assert text.ids == own
             assert -text.excess == pytest.approx(score(search, own), abs=0.1)
+
+
+@torch.no_grad()
+def test_of_a_single_text_up_to_three_tokens_are_moved_together(small, observe):
+    model = small("llama", CAUSAL_LM, layers=3, width=48)
+    (own,) = map(tuple, model.encode(["she told us that nobody knows it all"]))
+    with torch.enable_grad():
+        seen = observe(model, ["she told us that nobody knows it all"]).seen
+    _, search = searched(model, seen)
+    moved = (*own[:2], *own[5:7], *own[2:5], *own[7:])
+    assert len({*own}) == len(own)
+    assert search.mended(moved, Clock(None)).ids == own
+    changes = list(search._changed(own))
+    assert all(ids[0] == own[0] and ids[-1] == own[-1] for ids in changes)
+    assert sum(sorted(ids) == sorted(own) for ids in changes) > 60
+    _, search = searched(model, seen, several=True)
+    apart = [ids for ids in search._changed(own) if sorted(ids) == sorted(own)]
+    assert moved not in apart
+    assert (*own[:1], own[6], *own[1:6], *own[7:]) in apart
+
+
+@torch.no_grad()
+def test_a_text_that_is_known_is_given_up_for_a_better_one_alone(small, observe):
+    model = small("llama", CAUSAL_LM, layers=3, width=48)
+    own, other = map(tuple, model.encode(["she told us that", "nobody knows it all"]))
+    with torch.enable_grad():
+        seen = observe(model, ["she told us that"]).seen
+    _, search = searched(model, seen, several=True)
+    assert search.best(3, Clock(None), other) == own
+    search._longest = 3  # A beam cannot find it.
+    assert search.best(3, Clock(None)) != own
+    assert search.best(3, Clock(None), own) == own
 
 
 @torch.no_grad()
