@@ -40,13 +40,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import DynamicCache
 
 from fedleak.attacks import AttackSetting, OneByOne, Progress, certificate, replay
 from fedleak.attacks.clock import UNLIMITED, Clock
@@ -56,6 +55,9 @@ from fedleak.models import CAUSAL_LM, LanguageModel, pad
 from fedleak.models.family import lora_a, lora_b, with_adapters
 from fedleak.training.observation import Observation
 from fedleak.training.recipe import copied_parameters
+
+if TYPE_CHECKING:
+    from transformers import DynamicCache
 
 _OWN_TEXTS, _OWN_TOKENS = 48, 16
 """Texts that the model writes, and tokens of each, which show what gradients are like."""
@@ -443,7 +445,9 @@ class _Update:
                 break
             size *= _FARTHER
 
-    def hints(self, ids_NT: Tensor, caches: Sequence[DynamicCache | None] = (None, None)) -> Tensor:
+    def hints(
+        self, ids_NT: Tensor, caches: Sequence["DynamicCache | None"] = (None, None)
+    ) -> Tensor:
         """Returns what speaks for each next token [N, T, V], in nats, before its gradient is known.
 
         Training makes likelier what it has seen: contrastive decoding (Li et al. 2023) of the
@@ -460,7 +464,7 @@ class _Update:
         return before_NTV + _LIKELIER * more_NTV
 
     def _likelier(
-        self, ids_NT: Tensor, caches: Sequence[DynamicCache | None] = (None, None)
+        self, ids_NT: Tensor, caches: Sequence["DynamicCache | None"] = (None, None)
     ) -> tuple[Tensor, Tensor]:
         """Returns log probabilities [N, T, V] of next tokens, and what a step adds to them."""
         before, after = caches
@@ -473,7 +477,7 @@ class _Update:
         return before_NTV, more_NTV
 
     def inputs(
-        self, ids_NT: Tensor, layers: Sequence[_Inputs], cache: DynamicCache | None = None
+        self, ids_NT: Tensor, layers: Sequence[_Inputs], cache: "DynamicCache | None" = None
     ) -> list[Tensor]:
         """Returns the inputs [N, T, D] of layers, behind what a cache keeps; it grows."""
         outer: Any = self._model.module
@@ -525,7 +529,7 @@ class _Beam(NamedTuple):
     support_N: Tensor
     parts_LNKD: Tensor
     share_LN: Tensor
-    caches: tuple[DynamicCache, DynamicCache]
+    caches: "tuple[DynamicCache, DynamicCache]"
     hints_NV: Tensor
 
 
@@ -586,7 +590,7 @@ class _Search:
             support_N=zeros(count),
             parts_LNKD=zeros((len(layers), count, 0, len(layers[0].whiten_DD))),
             share_LN=zeros((len(layers), count)),
-            caches=(DynamicCache(), DynamicCache()),
+            caches=(_empty(), _empty()),
             hints_NV=zeros((count, 0)),
         )
         rows_N = torch.arange(count, device=self._device)
@@ -877,7 +881,7 @@ def _whitening(rows_ND: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _log_probabilities(
-    model: LanguageModel, ids_NT: Tensor, cache: DynamicCache | None = None
+    model: LanguageModel, ids_NT: Tensor, cache: "DynamicCache | None" = None
 ) -> Tensor:
     """Returns the log probability [N, T, V] of each next token; special tokens have almost none."""
     outer: Any = model.module
@@ -885,9 +889,16 @@ def _log_probabilities(
     return _next(model, output.last_hidden_state)
 
 
-def _of_rows(cache: DynamicCache, rows_M: Tensor, layers: int | None = None) -> DynamicCache:
+def _empty() -> "DynamicCache":
+    """Returns a cache of no tokens."""
+    from transformers import DynamicCache  # What trains nothing does without it.
+
+    return DynamicCache()
+
+
+def _of_rows(cache: "DynamicCache", rows_M: Tensor, layers: int | None = None) -> "DynamicCache":
     """Returns what a cache has for some rows, in the first layers."""
-    chosen = DynamicCache()
+    chosen = _empty()
     for number, layer in enumerate(cache.layers[:layers]):
         chosen.update(layer.keys[rows_M], layer.values[rows_M], number)
     return chosen

@@ -23,14 +23,14 @@ def test_a_reference_of_the_texts_of_an_update_is_the_update(small, optimiser):
     model = small("bert", CLASSIFICATION)
     ids = [tuple(text) for text in model.encode(["she told us that", "nobody knows it", "it was"])]
     labels, before = [1, 0, 2], {k: v.clone() for k, v in model.parameters().items()}
-    one = optimiser == "gradient"
+    by_gradient = optimiser == "gradient"
     how = LocalTraining(
-        kind=UpdateKind.GRADIENT if one else UpdateKind.DELTA,
-        batch_size=3 if one else 2,
+        kind=UpdateKind.GRADIENT if by_gradient else UpdateKind.DELTA,
+        batch_size=3 if by_gradient else 2,
         epochs=1,
         learning_rate=0.01,
         dropout=False,
-        recipe=Recipe(optimiser="sgd" if one else optimiser),
+        recipe=Recipe(optimiser="sgd" if by_gradient else optimiser),
     )
     # Seed 1 leaves the texts in their order.
     update = local_update_(model, ids, labels, how, seed=1)
