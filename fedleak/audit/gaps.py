@@ -90,7 +90,8 @@ def find_gaps(known: "Known", gaps: Gaps) -> None:
     """
     run, experiment = known.run, known.experiment
     gaps.missing += [*_failed(known), *_refuted(known)]
-    gaps.notes += [*_no_answers(known), *_smallest_sum(known), *absences(run), *_left_out(known)]
+    gaps.notes += [*_no_answers(known), *_without_a_score(known)]
+    gaps.notes += [*_smallest_sum(known), *absences(run), *_left_out(known)]
     if purged := run.info().get("purged"):
         if not run.info().get("purge_complete", True):
             gaps.missing.append(
@@ -210,6 +211,16 @@ def _no_answers(known: Known) -> Iterator[str]:
     answers = known.answers.values()
     if answers and all(answer.status in _NO_ANSWER for answer in answers):
         yield f"no attack gave an answer: all {len(answers)} abstained or are inadmissible"
+
+
+def _without_a_score(known: Known) -> Iterator[str]:
+    """Says which answers lack a score that was asked for, and why."""
+    answers = known.answers.values()
+    lacking = [answer for answer in answers if answer.scores and answer.reason]
+    if lacking:
+        reasons = dict.fromkeys(f"{answer.attack}: {answer.reason}" for answer in lacking)
+        named = first_of(reasons, NAMED, "; ", "; and {} more reasons")
+        yield f"{len(lacking)} of {len(answers)} answers lack a score ({named})"
 
 
 def _smallest_sum(known: Known) -> Iterator[str]:

@@ -4,7 +4,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from built import answer_of, run_of, summary_of, truth_of
 from scored import row
 from tiny import Here, call, tables, toml
 
+from fedleak.audit import gaps
 from fedleak.audit.gaps import Gaps, Known, find_gaps, refuse_gaps
 from fedleak.config.loading import parse
 from fedleak.running.dispatch import dispatcher
@@ -335,3 +336,13 @@ def test_results_that_are_not_complete_are_refused_in_one_line(tmp_path: Path) -
     with pytest.raises(FedleakError, match=r"^too much$"):
         refuse_gaps(*runs, besides=["a", "b", "c"])
     refuse_gaps(runs[0], besides=["b", "a"])
+
+
+def test_a_run_says_which_answers_lack_a_score():
+    lacking = SimpleNamespace(attack="membership", scores={"residual": (1.0,)}, reason="no lira")
+    whole = SimpleNamespace(attack="membership", scores={"residual": (1.0,)}, reason="")
+    abstained = SimpleNamespace(attack="membership", scores={}, reason="the list is empty")
+    answers = dict(enumerate((lacking, whole, abstained, lacking)))
+    (note,) = gaps._without_a_score(SimpleNamespace(answers=answers))
+    assert note == "2 of 4 answers lack a score (membership: no lira)"
+    assert not [*gaps._without_a_score(SimpleNamespace(answers={0: whole, 1: abstained}))]
