@@ -27,18 +27,23 @@ from fedleak.training.recipe import Recipe
 from fedleak.training.steps import Batch, gradient
 
 
-def obstacle(seen: Observation, public: Sequence[Example]) -> str | None:
+def obstacle(model: LanguageModel, seen: Observation, public: Sequence[Example]) -> str | None:
     """Returns why no references can be made, or None."""
     recipe, needed = seen.knowledge.recipe, seen.update.num_examples
     if seen.client < 0:
         return "references are updates of one client, and this is a sum over clients"
     if recipe is not None and recipe.optimiser == "other":
         return "the client's optimiser is not known"
-    if (kept := len(public) // 2) < needed:
+    if (kept := len(public) // 2) < 2 * needed:
         return (
             f"a reference needs {needed} texts, and {kept} of {len(public)} public ones are kept "
-            "for references: raise data.held_out"
+            "for references, which must be twice as many, or references are alike: raise "
+            "data.held_out"
         )
+    texts = [example.ids for example in public[:needed]]
+    stepped = seen.update.kind != UpdateKind.GRADIENT
+    if stepped and next(replay.arrangements(model, texts, seen), None) is None:
+        return f"no passes over {needed} texts make the client's number of steps"
     return None
 
 
