@@ -244,6 +244,7 @@ def test_few_clients_that_agree_show_nothing() -> None:
     assert intervals.sign_test([0.0, 0.0]) == 1.0
     assert intervals.sign_flip_test([1.0] * 5) > 0.05 > intervals.sign_flip_test([1.0] * 6)
     assert intervals.sign_flip_test([0.0, 0.0]) == 1.0
+    assert intervals.sign_flip_test([3.0]) == 1.0
 
 
 def test_a_sign_flip_test_tries_all_signs() -> None:

@@ -134,11 +134,11 @@ def sign_flip_test(differences: Sequence[float]) -> float:
 
     That is so if two treatments of a client do the same: then it does not matter which is called
     the first. For up to 13 differences all signs are tried, so p is exact (Fisher 1935); for more,
-    signs are random, and p holds too.
+    signs are random, and p holds too. A single difference shows nothing: both signs are as far off.
     """
     from scipy.stats import permutation_test
 
-    if not any(differences):
+    if len(differences) < 2 or not any(differences):
         return 1.0
     p = permutation_test(
         (np.asarray(differences, float),),
