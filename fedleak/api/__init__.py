@@ -47,7 +47,7 @@ from torch import nn
 from fedleak.api.own_update import Tensors, observe
 from fedleak.attacks import Equipped, Progress
 from fedleak.attacks.reconstruction import Reconstruction, Status
-from fedleak.audit.answer_scores import Scored, score_one
+from fedleak.audit.answer_scores import Scored, compared, guess
 from fedleak.config.components import NamedAttack, build_attack
 from fedleak.config.experiment import LARGEST_SEED, Experiment
 from fedleak.config.loading import load, parse
@@ -278,7 +278,8 @@ def score(
         batch_size=len(sequences),
     )
     control = None if other is None else other.answer
-    return score_one(result.answer, truth, model, other=control, held_out=others, seed=seed)
+    guessed = guess(others, truth, model, seed)
+    return compared(result.answer, truth, model, other=control, guessed=guessed)
 
 
 @dataclass(frozen=True)

@@ -132,36 +132,43 @@ def score_sequences(
         rouge.rouge("" if a is None else whole[a], _text(model.tokenizer, tuple(t), special=True))
         for a, t in zip(match.chosen, truths, strict=True)
     ]
-    answered_tokens = set(chain(*match.answers))
-    tokens = score_tokens(answered_tokens, truths, model)
-    return Scores(
+    scores = Scores(
         content=rouge.mean(match.scores),
         paper=rouge.mean(paper),
         exact_match=sum(match.exact) / len(match.exact),
-        token_recall=tokens.recall,
-        token_precision=tokens.precision,
         texts=tuple(
-            TextScore(
-                exact=e,
-                rougeL=s.rougeL,
-                token_recall=score_tokens(answered_tokens, [t], model).recall,
-            )
-            for e, s, t in zip(match.exact, match.scores, truths, strict=True)
+            TextScore(exact=e, rougeL=s.rougeL, token_recall=None)
+            for e, s in zip(match.exact, match.scores, strict=True)
         ),
         pairs=tuple(
             TextPair(t, a, s.rougeL)
             for t, a, s in zip(match.truths, match.texts, match.scores, strict=True)
         ),
     )
+    return _with_tokens(scores, chain(*match.answers), truths, model)
 
 
 def score_control(
-    answers: Sequence[Sequence[int]], truths: Sequence[Sequence[int]], model: LanguageModel
+    answers: Sequence[Sequence[int]] | None,
+    tokens: Iterable[int] | None,
+    truths: Sequence[Sequence[int]],
+    model: LanguageModel,
 ) -> Scores:
-    """Returns the scores of sequences that a control has: content and token recall."""
-    match = _match(answers, truths, model)
-    recall = score_tokens(chain(*match.answers), truths, model).recall
-    return Scores(content=rouge.mean(match.scores), token_recall=recall)
+    """Returns what a control scores: ROUGE of its answers, and the recall of its tokens.
+
+    Args:
+        answers: Sequences that it names; None: it names none.
+        tokens: Tokens that it names; None: those of its answers.
+        truths: What the client trained on.
+        model: For its tokenizer.
+    """
+    content = None
+    if answers is not None:
+        match = _match(answers, truths, model)
+        content = rouge.mean(match.scores)
+        tokens = chain(*match.answers) if tokens is None else tokens
+    recall = None if tokens is None else score_tokens(tokens, truths, model).recall
+    return Scores(content=content, token_recall=recall)
 
 
 def counted(
@@ -200,33 +207,30 @@ def score_answer(answer: Answer, truth: GroundTruth, model: LanguageModel) -> Sc
     if answer.sequences is not None:
         scores = score_sequences(answer.sequences, truth.sequences, model)
     if answer.tokens is not None:
-        tokens = score_tokens(answer.tokens, truth.sequences, model)
-        texts = scores.texts or [TextScore(exact=None, rougeL=None, token_recall=None)] * len(
-            truth.sequences
-        )
-        scores = replace(
-            scores,
-            token_recall=tokens.recall,
-            token_precision=tokens.precision,
-            texts=tuple(
-                text.model_copy(
-                    update={"token_recall": score_tokens(answer.tokens, [true], model).recall}
-                )
-                for text, true in zip(texts, truth.sequences, strict=True)
-            ),
-        )
+        scores = _with_tokens(scores, answer.tokens, truth.sequences, model)
     return scores
 
 
-def score_other(other: Answer, truth: GroundTruth, model: LanguageModel) -> Scores:
-    """Returns what an answer for another update scores as a control."""
-    scores = Scores()
-    if other.sequences is not None:
-        scores = score_control(other.sequences, truth.sequences, model)
-    if other.tokens is not None:
-        recall = score_tokens(other.tokens, truth.sequences, model).recall
-        scores = replace(scores, token_recall=recall)
-    return scores
+def _with_tokens(
+    scores: Scores,
+    answer: Iterable[int],
+    truths: Sequence[Sequence[int]],
+    model: LanguageModel,
+) -> Scores:
+    """Returns scores with those of a set of tokens, over the whole batch and for each text."""
+    named = set(answer)
+    tokens = score_tokens(named, truths, model)
+    texts = scores.texts or [TextScore(exact=None, rougeL=None, token_recall=None)] * len(truths)
+    recalls = (score_tokens(named, [truth], model).recall for truth in truths)
+    return replace(
+        scores,
+        token_recall=tokens.recall,
+        token_precision=tokens.precision,
+        texts=tuple(
+            text.model_copy(update={"token_recall": recall})
+            for text, recall in zip(texts, recalls, strict=True)
+        ),
+    )
 
 
 def guess(
@@ -239,49 +243,33 @@ def guess(
     drawn = []
     for _ in range(GUESSES):
         picks = torch.randint(len(held_out), (len(truth.sequences),), generator=rng).tolist()
-        drawn.append(score_control([held_out[i] for i in picks], truth.sequences, model))
+        drawn.append(score_control([held_out[i] for i in picks], None, truth.sequences, model))
     return Scores(
         content=rouge.mean([scores.content for scores in drawn if scores.content]),
         token_recall=sum(scores.token_recall or 0.0 for scores in drawn) / GUESSES,
     )
 
 
-def score_one(
+def compared(
     answer: Answer,
     truth: GroundTruth,
     model: LanguageModel,
     *,
-    other: Answer | None = None,
-    held_out: Sequence[Sequence[int]] = (),
-    seed: int = 0,
-) -> Scored:
-    """Scores one answer as `scoring.score_run` scores the answers of a run.
-
-    Args:
-        answer: What an attack answered.
-        truth: What the client trained on.
-        model: For its tokenizer; its weights are not used.
-        other: The same attack's answer for the update of another client, for the first control.
-        held_out: Token ids of texts that the client did not have, for the second control.
-        seed: Decides which held-out texts are drawn.
-    """
-    control = Scores() if other is None else score_other(other, truth, model)
-    guessed = guess(held_out, truth, model, seed)
-    return compared(answer, truth, model, control=control, guessed=guessed)
-
-
-def compared(
-    answer: Answer, truth: GroundTruth, model: LanguageModel, *, control: Scores, guessed: Scores
+    other: Answer | None,
+    guessed: Scores,
 ) -> Scored:
     """Returns the row of an answer whose truth is known.
 
     Args:
         answer: What an attack answered.
         truth: What the client trained on.
-        model: For its tokenizer.
-        control: What the attack's answer for another update scores against the same truth.
-        guessed: What held-out texts score against it.
+        model: For its tokenizer; its weights are not used.
+        other: The same attack's answer for another update, which is the first control.
+        guessed: What held-out texts score against the same truth: the second control (`guess`).
     """
+    control = Scores()
+    if other is not None:
+        control = score_control(other.sequences, other.tokens, truth.sequences, model)
     recovered = answer.status == Status.RECOVERED
     scores = score_answer(answer, truth, model) if recovered else Scores()
     only_tokens = recovered and answer.sequences is None

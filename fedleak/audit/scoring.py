@@ -227,8 +227,7 @@ def _new(
     """Returns the row of an answer whose truth is known."""
     controls, model = recorded.experiment.audit.controls, recorded.model
     other = _other_client(answer.key, recovered) if controls else None
-    control = answer_scores.score_other(other, truth, model) if other else Scores()
-    new = answer_scores.compared(answer, truth, model, control=control, guessed=guessed)
+    new = answer_scores.compared(answer, truth, model, other=other, guessed=guessed)
     new = answer_scores.with_personal_data(new, items, answer, other, model)
     if controls and other is None and before is not None:  # the other's answer is gone
         kept: dict[str, object] = {

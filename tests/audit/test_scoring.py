@@ -409,12 +409,10 @@ def test_a_row_says_all_that_was_measured(bert_tiny, sequences):
         granted=("labels",), knows=("labels", "lengths"), reason="why",
     )  # fmt: skip
     other = answer_of(3, 5, [sequences[6]])
-    scored = answer_scores.score_one(
-        answer, truth, bert_tiny, other=other, held_out=sequences[20:], seed=7
-    )
+    drawn = guess(sequences[20:], truth, bert_tiny, 7)
+    scored = answer_scores.compared(answer, truth, bert_tiny, other=other, guessed=drawn)
     scores = score_sequences([first, near], [first, second], bert_tiny)
     control = score_sequences([sequences[6]], [first, second], bert_tiny)
-    drawn = guess(sequences[20:], truth, bert_tiny, 7)
     assert scored.row == LeakageRow(
         round=3, client=4, attack="dager", status=Status.RECOVERED, reason="why", verified=False,
         batch_size=2, num_tokens=len(first) + len(second),
@@ -440,7 +438,8 @@ def test_a_row_says_all_that_was_measured(bert_tiny, sequences):
         (bert_tiny.decode(second), bert_tiny.decode(near)),
     ]
     assert [pair.rougeL for pair in pairs] == [text.rougeL for text in scored.row.texts]
-    alone = answer_scores.score_one(answer, truth, bert_tiny).row
+    no_control = answer_scores.Scores()
+    alone = answer_scores.compared(answer, truth, bert_tiny, other=None, guessed=no_control).row
     assert alone.control_rougeL is alone.guess_rougeL is alone.guess_token_recall is None
 
 
