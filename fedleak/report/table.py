@@ -110,6 +110,10 @@ def words(*headings: str) -> list[Column]:
     return [Column(heading, words=True) for heading in headings]
 
 
-def plain(*texts: str) -> list[Cell]:
-    """Returns cells that do not stand out."""
-    return [Cell(text) for text in texts]
+Row = Sequence[Cell | str]
+"""The cells of a row; a text is a cell that does not stand out."""
+
+
+def cells(rows: Iterable[Row]) -> list[list[Cell]]:
+    """Returns the rows of a table."""
+    return [[cell if isinstance(cell, Cell) else Cell(cell) for cell in row] for row in rows]

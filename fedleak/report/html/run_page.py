@@ -18,7 +18,7 @@ from fedleak.models.loading import outline
 from fedleak.report.html import pictures
 from fedleak.report.html.page import Entry, PrivateText, RunPage, TextAnswer
 from fedleak.report.html.verdict import granted, informed, verdict_of
-from fedleak.report.table import Cell, Table, Tone, figures, plain, words
+from fedleak.report.table import Cell, Table, Tone, cells, figures, words
 from fedleak.report.tables.advice import advice_table
 from fedleak.report.tables.audit import gate_tables, plan_table
 from fedleak.report.tables.leakage import MOST_ROWS, client_name, leakage_table, shares
@@ -204,10 +204,10 @@ def _training_tables(utility: Sequence[Utility], summary: RunSummary) -> list[Ta
     measured = [(f"round {row.round}", row.figures) for row in utility[:MOST_ROWS]]
     if (baseline := summary.utility_reference) is not None:
         measured.append(("central, undefended", baseline.figures))
-    rows = [plain(after, *(figure(row.get(name)) for name in names)) for after, row in measured]
+    rows = [[after, *(figure(row.get(name)) for name in names)] for after, row in measured]
     columns = [*words("after"), *figures(*names)]
     notes = [f"On {counted(summary.held_out, 'held-out text')}."]
-    return [Table("Utility by round", columns, rows, notes)]
+    return [Table("Utility by round", columns, cells(rows), notes)]
 
 
 def _texts(scored: Sequence[Scored]) -> list[PrivateText]:
@@ -284,15 +284,17 @@ def _findings(run: Run) -> list[Table]:
         ) from None
     rows = [
         [
-            *plain(finding.defense, finding.claim),
-            Cell("holds") if finding.holds else Cell("FAILS", Tone.ALARM),
-            Cell(finding.figures),
+            finding.defense,
+            finding.claim,
+            "holds" if finding.holds else Cell("FAILS", Tone.ALARM),
+            finding.figures,
         ]
         for finding in findings
     ]
     columns = words("tested", "claim", "result", "figures")
     note = "The check uses made-up updates and no private text."
-    return [Table("What the check before the run found", columns, rows, [note])] if rows else []
+    title = "What the check before the run found"
+    return [Table(title, columns, cells(rows), [note])] if rows else []
 
 
 def _ledger_tables(ledger: Sequence[LedgerRow], *, audited: bool) -> list[Table]:
@@ -300,7 +302,7 @@ def _ledger_tables(ledger: Sequence[LedgerRow], *, audited: bool) -> list[Table]
     if not audited and all(row.epsilon == NONE for row in last.values()):
         return []
     rows = [
-        plain(
+        [
             str(row.client),
             str(row.round),
             figure(row.epsilon),
@@ -311,7 +313,7 @@ def _ledger_tables(ledger: Sequence[LedgerRow], *, audited: bool) -> list[Table]
             figure(row.noise_multiplier),
             number(row.steps),
             row.accountant,
-        )
+        ]
         for _, row in sorted(last.items())[:MOST_ROWS]
     ]
     more = len(last) - len(rows)
@@ -322,4 +324,4 @@ def _ledger_tables(ledger: Sequence[LedgerRow], *, audited: bool) -> list[Table]
         *words("accountant"),
     ]
     notes = [f"{more:,} more are in privacy.jsonl of the run."] if more else []
-    return [Table("Each client's last row of the ledger", columns, rows, notes)]
+    return [Table("Each client's last row of the ledger", columns, cells(rows), notes)]

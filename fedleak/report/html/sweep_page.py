@@ -6,7 +6,7 @@ from fedleak.report.drawings.chart import svg
 from fedleak.report.drawings.sweeps import DRAWINGS
 from fedleak.report.html.page import Entry, Level, Picture, SweepPage, Verdict
 from fedleak.report.html.verdict import NO_TEXT_READ, UNMEASURED, not_seen, strongest
-from fedleak.report.table import Cell, Column, Table, figures, plain, words
+from fedleak.report.table import Cell, Table, cells, figures, words
 from fedleak.report.tables.attacks import FIGURES, shown
 from fedleak.report.tables.sweep import UTILITIES, attacks_table, utility, utility_measure
 from fedleak.report.words import (
@@ -61,15 +61,11 @@ def _cells_table(collected: SweepSummary, reports: Mapping[str, str]) -> Table:
     headings = (FIGURES[name][0] for name in READ)
     rows = [
         [
-            *plain(
-                *(in_words(cell.values[key]) for key in collected.axes),
-                *_leak_cells(cell),
-                *([figure(utility(cell, measure))] if measure else []),
-                figure(cell.privacy.epsilon) if cell.privacy else NOT_MEASURED,
-            ),
-            Cell("open", address=reports[cell.cell])
-            if cell.cell in reports
-            else Cell(NOT_MEASURED),
+            *(in_words(cell.values[key]) for key in collected.axes),
+            *_leak_cells(cell),
+            *([figure(utility(cell, measure))] if measure else []),
+            figure(cell.privacy.epsilon if cell.privacy else None),
+            Cell("open", address=reports[cell.cell]) if cell.cell in reports else NOT_MEASURED,
         ]
         for cell in collected.cells
     ]
@@ -78,9 +74,9 @@ def _cells_table(collected: SweepSummary, reports: Mapping[str, str]) -> Table:
         [
             *words(*collected.axes, "read by"),
             *figures(*headings, *([UTILITIES[measure]] if measure else []), "epsilon"),
-            Column("report", words=True),
+            *words("report"),
         ],
-        rows,
+        cells(rows),
         [
             "Over all attacks, the best on each text. *: few texts or clients, so an example and "
             f"not a rate. Mean and 95 % {INTERVALS}. Epsilon {NONE}: nothing is guaranteed."

@@ -2,9 +2,9 @@
 
 from collections import Counter
 
-from fedleak.report.table import Cell, Column, Table, Tone, plain, words
+from fedleak.report.table import Cell, Column, Row, Table, Tone, cells, words
 from fedleak.report.table import figures as figure_columns
-from fedleak.report.words import NOT_MEASURED, counted, few_digits, interval
+from fedleak.report.words import counted, few_digits, interval
 from fedleak.store.audits import Advice, Trial, Tried
 
 ORDER = (
@@ -29,23 +29,21 @@ def advice_table(advice: Advice, *, reasons: bool = True) -> Table:
             *figure_columns("texts exact, %", advice.measure or "utility", "lost", "epsilon"),
             *why,
         ],
-        [_row(tried)[: 6 + len(why)] for tried in advice.tried],
+        cells(_row(tried)[: 6 + len(why)] for tried in advice.tried),
         [advice_sentence(advice), ORDER],
     )
 
 
-def _row(tried: Tried) -> list[Cell]:
+def _row(tried: Tried) -> Row:
     tone = {Trial.EXCEEDED: Tone.ALARM, Trial.UNTOLD: Tone.GAP}.get(tried.trial, Tone.PLAIN)
     return [
-        Cell(tried.name),
+        tried.name,
         Cell(tried.trial, tone),
-        *plain(
-            interval(tried.exact, 100),
-            few_digits(tried.utility),
-            few_digits(tried.lost),
-            NOT_MEASURED if tried.epsilon is None else few_digits(tried.epsilon),
-            tried.why,
-        ),
+        interval(tried.exact, 100),
+        few_digits(tried.utility),
+        few_digits(tried.lost),
+        few_digits(tried.epsilon),
+        tried.why,
     ]
 
 

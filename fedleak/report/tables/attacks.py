@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from fedleak.report.table import Table, figures, plain, words
+from fedleak.report.table import Table, cells, figures, words
 from fedleak.report.words import (
     ANY_ATTACK,
     INTERVALS,
@@ -76,7 +76,7 @@ def attack_table(summary: RunSummary) -> Table:
     return Table(
         "in all: mean and 95 % interval over clients",
         [*words("figure"), *figures(*names)],
-        [plain(*[*row, ""][: 1 + len(names)]) for row in rows],
+        cells([*row, ""][: 1 + len(names)] for row in rows),
         [*warnings([row.warning for row in summaries]), INTERVALS],
         kept=1,
     )

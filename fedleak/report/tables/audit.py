@@ -1,6 +1,6 @@
 """What an audit planned, how long that took, and what the gate says, as tables."""
 
-from fedleak.report.table import Cell, Table, Tone, figures, plain, words
+from fedleak.report.table import Cell, Row, Table, Tone, cells, figures, words
 from fedleak.report.words import number
 from fedleak.store.audits import Audit
 
@@ -9,13 +9,13 @@ TONES = {"exceeded": Tone.ALARM, "untold": Tone.GAP}
 
 def plan_table(audit: Audit) -> Table:
     """Returns the parts of an audit, how long each was to take, and how long all of it took."""
-    rows = [plain(part.what, number(part.seconds)) for part in audit.parts]
-    rows.append(plain("all of it", number(audit.estimate)))
+    rows = [[part.what, number(part.seconds)] for part in audit.parts]
+    rows.append(["all of it", number(audit.estimate)])
     if audit.seconds is not None:
-        rows.append(plain("it took", number(audit.seconds)))
+        rows.append(["it took", number(audit.seconds)])
     notes = [f"not part of it: {reason}" for reason in audit.left_out] + stopped(audit)
     title = f"The plan of the audit, for {audit.minutes:g} minute{'s' * (audit.minutes != 1)}"
-    return Table(title, [*words("part"), *figures("seconds, about")], rows, notes)
+    return Table(title, [*words("part"), *figures("seconds, about")], cells(rows), notes)
 
 
 def stopped(audit: Audit) -> list[str]:
@@ -35,11 +35,8 @@ def gate_tables(audit: Audit) -> list[Table]:
     """Returns the checks of the gate, if the experiment has limits."""
     if not audit.checks:
         return []
-    rows = [
-        [
-            Cell(check.outcome, TONES.get(check.outcome, Tone.PLAIN)),
-            *plain(check.name, check.sentence),
-        ]
+    rows: list[Row] = [
+        [Cell(check.outcome, TONES.get(check.outcome, Tone.PLAIN)), check.name, check.sentence]
         for check in audit.checks
     ]
-    return [Table("The gate", words("outcome", "check", "found"), rows)]
+    return [Table("The gate", words("outcome", "check", "found"), cells(rows))]

@@ -1,6 +1,6 @@
 """What canaries measured of a run's privacy, in words that say what they assume."""
 
-from fedleak.report.table import Table, figures, plain
+from fedleak.report.table import Table, cells, figures
 from fedleak.report.words import few_digits
 from fedleak.store.run import EVERYONE
 from fedleak.store.summaries import CanaryBound, CanarySummary
@@ -45,7 +45,7 @@ def canary_table(summary: CanarySummary) -> Table:
     return Table(
         "privacy as canaries measure it: epsilon is at least",
         figures("client", *headings),
-        [plain(*_cells(row)) for row in [*together, *alone]],
+        cells(map(_cells, [*together, *alone])),
         notes,
         first=len(together) + FIRST_CLIENTS,
     )

@@ -1,30 +1,37 @@
 """A comparison of two runs."""
 
+from typing import NamedTuple
+
 from fedleak.audit.comparison import Comparison
 from fedleak.audit.pairing import AREA, CALIBRATED_AREA
-from fedleak.report.table import Table, figures, plain, words
+from fedleak.report.table import Table, cells, figures, words
 from fedleak.report.words import ANY_ATTACK, INTERVALS, MALICIOUS, in_words, interval
 from fedleak.store.summaries import Difference
 
-SCALE = {
-    "exact": 100.0,
-    "rougeL": 1.0,
-    "token_recall": 100.0,
-    "personal_data": 100.0,
-    AREA: 1.0,
-    CALIBRATED_AREA: 1.0,
-}
-"""What is shown for a figure of 1, by its name."""
 
-HEADINGS = {
-    "exact": "exact, %",
-    "rougeL": "ROUGE-L",
-    "token_recall": "tokens, %",
-    "personal_data": "personal data, %",
-    AREA: "who was in, AUC",
-    CALIBRATED_AREA: "AUC, calibrated",
+class Shown(NamedTuple):
+    """How a figure is shown.
+
+    Attributes:
+        heading: What it is called.
+        scale: What is shown for 1.
+        places: Decimals of a mean by itself; beside a difference it has one at least.
+    """
+
+    heading: str
+    scale: float
+    places: int = 0
+
+
+SHOWN = {
+    "exact": Shown("exact, %", 100),
+    "rougeL": Shown("ROUGE-L", 1),
+    "token_recall": Shown("tokens, %", 100),
+    "personal_data": Shown("personal data, %", 100),
+    AREA: Shown("who was in, AUC", 1, 2),
+    CALIBRATED_AREA: Shown("AUC, calibrated", 1, 2),
 }
-"""Headings, by figure."""
+"""By the names of figures."""
 
 
 def comparison_table(comparison: Comparison) -> Table:
@@ -33,19 +40,10 @@ def comparison_table(comparison: Comparison) -> Table:
         return _means_table(comparison)
     rows = []
     for change in comparison.differences:
-        scale, decimals = SCALE[change.figure], _places(change.figure)
-        rows.append(
-            plain(
-                change.attack or ANY_ATTACK,
-                HEADINGS[change.figure],
-                str(change.texts),
-                f"{change.before * scale:.{decimals}f}",
-                f"{change.after * scale:.{decimals}f}",
-                difference(change),
-                f"{change.p_adjusted:.2g}",
-                change.direction,
-            )
-        )
+        heading, scale, places = SHOWN[change.figure]
+        before, after = (f"{end * scale:.{places or 1}f}" for end in (change.before, change.after))
+        about = [change.attack or ANY_ATTACK, heading, str(change.texts), before, after]
+        rows.append([*about, difference(change), f"{change.p_adjusted:.2g}", change.direction])
     return Table(
         f"{comparison.after} against {comparison.before}: {comparison.texts} texts",
         [
@@ -53,7 +51,7 @@ def comparison_table(comparison: Comparison) -> Table:
             *figures("texts", "before", "after", "difference", "p"),
             *words("server"),
         ],
-        rows,
+        cells(rows),
         [
             "difference: mean over texts, 95 % interval for other clients like these; p: sign-flip "
             "test over these clients, corrected for "
@@ -67,18 +65,15 @@ def comparison_table(comparison: Comparison) -> Table:
 
 def _means_table(comparison: Comparison) -> Table:
     """Returns the figures of two runs with other texts side by side; nothing is tested."""
-    rows = [
-        plain(
-            HEADINGS[row.figure] + (f" ({row.attack})" if row.attack else ""),
-            *(interval(end, SCALE[row.figure], places=_places(row.figure, 0)) for end in ends),
-        )
-        for row in comparison.means
-        for ends in [(row.before, row.after)]
-    ]
+    rows = []
+    for row in comparison.means:
+        heading, scale, places = SHOWN[row.figure]
+        means = (interval(end, scale, places=places) for end in (row.before, row.after))
+        rows.append([heading + (f" ({row.attack})" if row.attack else ""), *means])
     return Table(
         f"{comparison.after} beside {comparison.before}: other texts, so nothing is tested",
         [*words("figure"), *figures("before", "after")],
-        rows,
+        cells(rows),
         [
             f"of the best attack on each text; mean and 95 % {INTERVALS}",
             *_servers(comparison),
@@ -107,13 +102,8 @@ def _servers(comparison: Comparison) -> list[str]:
 
 def difference(change: Difference) -> str:
     """Returns `mean [low,high]`."""
-    scale, decimals = SCALE[change.figure], _places(change.figure)
+    _, scale, places = SHOWN[change.figure]
     mean, low, high = (
-        f"{end * scale:+.{decimals}f}" for end in (change.mean, change.low, change.high)
+        f"{end * scale:+.{places or 1}f}" for end in (change.mean, change.low, change.high)
     )
     return f"{mean} [{low},{high}]"
-
-
-def _places(figure: str, usually: int = 1) -> int:
-    """Returns the decimals that are shown."""
-    return 2 if figure in (AREA, CALIBRATED_AREA) else usually

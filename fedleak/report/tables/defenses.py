@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedleak.report.table import Table, plain, words
+from fedleak.report.table import Table, cells, words
 from fedleak.report.words import NOT_MEASURED, figure, in_words
 from fedleak.store.records import DefenseFigures
 
@@ -19,11 +19,11 @@ def defense_tables(
     """
     figures = {effect.defense: effect.figures for effect in effects}
     rows = [
-        plain(
+        [
             f"{place}: {table['kind']}",
             in_words({key: value for key, value in table.items() if key != "kind"}) or "defaults",
             _in_words(figures.get(place, {})),
-        )
+        ]
         for place, table in enumerate(defenses)
     ]
     note = (
@@ -31,7 +31,7 @@ def defense_tables(
         "sum itself hides is not."
     )
     title = "Defenses, and what they did to an update on average"
-    return [Table(title, words("defense", "settings", "did"), rows, [note])] if rows else []
+    return [Table(title, words("defense", "settings", "did"), cells(rows), [note])] if rows else []
 
 
 def _in_words(figures: Mapping[str, float | None]) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from fedleak.report.table import Cell, Table, Tone, figures, plain, words
+from fedleak.report.table import Cell, Row, Table, Tone, cells, figures, words
 from fedleak.store.summaries import Detections, DetectorSummary
 from fedleak.util.lists import first_of
 
@@ -28,7 +28,7 @@ def detections_table(summary: Detections) -> Table:
     return Table(
         "what clients noticed of the server",
         [*words("detector", "action"), *figures("looks", "alarms"), *words("clients that alarmed")],
-        [_row(detector) for detector in summary.detectors],
+        cells(map(_row, summary.detectors)),
         notes,
     )
 
@@ -39,10 +39,13 @@ def by_round(clients: Mapping[int, Sequence[int]]) -> str:
     return first_of(rounds, MOST_ROUNDS, "; ", "; others in {} more rounds")
 
 
-def _row(detector: DetectorSummary) -> list[Cell]:
+def _row(detector: DetectorSummary) -> Row:
     count = sum(map(len, detector.alarms.values()))
     alarms = Cell(str(count), Tone.ALARM if count else Tone.PLAIN)
-    if not detector.has_limit:
-        alarms = Cell("no limit")
-    left = plain(detector.detector, detector.action, str(detector.looked))
-    return [*left, alarms, Cell(by_round(detector.alarms))]
+    return [
+        detector.detector,
+        detector.action,
+        str(detector.looked),
+        alarms if detector.has_limit else "no limit",
+        by_round(detector.alarms),
+    ]

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from fedleak.report.table import Cell, Table, figures, plain, words
-from fedleak.report.tables.comparison import HEADINGS, SCALE, difference
+from fedleak.report.table import Cell, Row, Table, cells, figures, words
+from fedleak.report.tables.comparison import SHOWN, difference
 from fedleak.report.words import ANY_ATTACK, interval
 from fedleak.store.summaries import (
     AttackSummary,
@@ -33,8 +33,8 @@ def ladder_table(summary: RunSummary, ladder: Ladder) -> Table:
     tests = sum(len(rung.worth) for rung in ladder.rungs)
     return Table(
         "what each fact is worth to the server",
-        [*words("attack", "told"), *figures(*(HEADINGS[name] for name in FIGURES))],
-        [row for attack in shown for row in _rows(summary, ladder, attack)],
+        [*words("attack", "told"), *figures(*(SHOWN[name].heading for name in FIGURES))],
+        cells(row for attack in shown for row in _rows(summary, ladder, attack)),
         [
             "Below a figure: how much more it is than told nothing more. It is the mean over texts "
             "that have an answer on both rungs, with its 95 % interval for other clients like "
@@ -46,7 +46,7 @@ def ladder_table(summary: RunSummary, ladder: Ladder) -> Table:
     )
 
 
-def _rows(summary: RunSummary, ladder: Ladder, attack: str | None) -> Iterator[list[Cell]]:
+def _rows(summary: RunSummary, ladder: Ladder, attack: str | None) -> Iterator[Row]:
     """Yields a row per rung on which an attack, or all of them, is told something else."""
     told_last = None
     for rung in ladder.rungs:
@@ -57,14 +57,14 @@ def _rows(summary: RunSummary, ladder: Ladder, attack: str | None) -> Iterator[l
                 continue
             measured, told_last = summary.attacks.get(rung_name), rung_name
         more = {worth.figure: worth for worth in rung.worth if worth.attack == attack}
-        cells = [
+        read = [
             Cell(
-                interval(getattr(measured, name, None), SCALE[figure]),
+                interval(getattr(measured, name, None), SHOWN[figure].scale),
                 below=[_marked(more[figure])] if figure in more else [],
             )
             for figure, name in FIGURES.items()
         ]
-        yield [*plain(attack or ANY_ATTACK, rung.granted_in_words.replace("_", " ")), *cells]
+        yield [attack or ANY_ATTACK, rung.granted_in_words.replace("_", " "), *read]
 
 
 def _marked(change: Difference) -> str:

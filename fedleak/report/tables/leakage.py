@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from fedleak.attacks.reconstruction import Status
 from fedleak.audit.pairing import best
-from fedleak.report.table import Cell, Column, Table, Tone, figures, plain, words
+from fedleak.report.table import Cell, Column, Row, Table, Tone, cells, figures, words
 from fedleak.report.words import NOT_MEASURED, number, percent
 from fedleak.store.records import LeakageRow, LedgerRow, text_counts
 from fedleak.store.run import EVERYONE, Key
@@ -107,13 +107,13 @@ def leakage_table(
             *figures("no update", "epsilon", *attacks),
             *words(*["model sent"] * bool(changed)),
         ],
-        [
+        cells(
             [
                 *_row(key, of_update[key], read[key], spent.get(key.round, ()), attacks),
-                *[_sent(key in changed)] * bool(changed),
+                *[Cell("changed", Tone.ALARM) if key in changed else "honest"] * bool(changed),
             ]
             for key in shown
-        ],
+        ),
         notes,
         groups=1,
         kept=8,
@@ -126,39 +126,32 @@ def _row(
     read: ReadShare,
     ledger: Sequence[LedgerRow],
     attacks: Sequence[str],
-) -> list[Cell]:
+) -> Row:
     answers = {row.attack: row for row in rows}
     # A row whose truth is damaged lacks the sizes that other rows of the update have.
     whole = max(rows, key=lambda row: row.batch_size or 0)
     guesses = [row.guess_rougeL for row in rows if row.guess_rougeL is not None]
     return [
-        *plain(
-            str(key.round),
-            client_name(key.client),
-            number(whole.batch_size),
-            number(whole.num_tokens),
-            percent(read.exact),
-            percent(read.tokens),
-            number(guesses[0] if guesses else None),
-            epsilon_of(key, ledger),
-        ),
+        str(key.round),
+        client_name(key.client),
+        number(whole.batch_size),
+        number(whole.num_tokens),
+        percent(read.exact),
+        percent(read.tokens),
+        number(guesses[0] if guesses else None),
+        epsilon_of(key, ledger),
         *(_answer(answers.get(attack)) for attack in attacks),
     ]
 
 
-def _sent(changed: bool) -> Cell:
-    """Returns whether clients were sent the model of the protocol."""
-    return Cell("changed", Tone.ALARM) if changed else Cell("honest")
-
-
-def _answer(row: LeakageRow | None) -> Cell:
+def _answer(row: LeakageRow | None) -> Cell | str:
     """Returns what one attack got from one update."""
     if row is None:
-        return Cell(NOT_MEASURED)
+        return NOT_MEASURED
     if row.status != Status.RECOVERED:
         return Cell(row.status, Tone.GAP)
     if row.rougeL is None:
-        return Cell(percent(row.token_recall))
+        return percent(row.token_recall)
     texts = row.batch_size or 0
     exact = f"{round((row.exact_match or 0) * texts)}/{texts}"
     return Cell(f"{exact} {row.rougeL:3.0f}", Tone.ALARM if row.exact_match else Tone.PLAIN)

@@ -1,6 +1,6 @@
 """How well texts that were in updates are told from others, in words that say what they assume."""
 
-from fedleak.report.table import Column, Table, figures, plain, words
+from fedleak.report.table import Column, Table, cells, figures, words
 from fedleak.report.tables.canaries import NOTHING, bound
 from fedleak.report.words import counted, interval
 from fedleak.store.summaries import Estimate, MembershipFigures, MembershipSummary, RunSummary
@@ -50,7 +50,7 @@ def membership_tables(summary: MembershipSummary) -> list[Table]:
             "membership: which texts were in an update"
             + ("" if attack == "membership" else f" ({attack})"),
             [*words("score"), *figures(*headings), Column("AUC by round", page_only=True)],
-            [plain(*_cells(row)) for row in summary.figures if row.attack == attack],
+            cells(_cells(row) for row in summary.figures if row.attack == attack),
             _notes(summary) if attack == attacks[-1] else (),
         )
         for attack in attacks

@@ -1,6 +1,6 @@
 """What the published models give away of planted secrets, in words that say what that is."""
 
-from fedleak.report.table import Column, Table, figures, plain, words
+from fedleak.report.table import Column, Table, cells, figures, words
 from fedleak.report.words import counted, few_digits, interval, percent
 from fedleak.store.summaries import SURE, PublishedFigure, PublishedSummary
 
@@ -46,7 +46,7 @@ def published_table(summary: PublishedSummary) -> Table:
             *figures("times", "mean", "untrained", "p", "secrets"),
             Column("by round", page_only=True),
         ],
-        [plain(*_cells(row)) for row in summary.figures],
+        cells(map(_cells, summary.figures)),
         _NOTES,
         groups=2,
     )
@@ -54,10 +54,8 @@ def published_table(summary: PublishedSummary) -> Table:
 
 def _cells(row: PublishedFigure) -> list[str]:
     last, means = row.rounds[-1], [after.figure.mean for after in row.rounds]
-    if row.measure == "exposure":
-        shown = ["exposure", row.by, str(row.count), interval(last.figure, places=2)]
-        shown += [f"{last.control:.2f}", few_digits(last.p)]
-    else:
-        shown = ["written", row.by, str(row.count), f"{interval(last.figure, 100)} %"]
-        shown += [percent(last.control), few_digits(last.p)]
+    measure, mean, control = "exposure", interval(last.figure, places=2), f"{last.control:.2f}"
+    if row.measure == "extracted":
+        measure, mean, control = "written", f"{interval(last.figure, 100)} %", percent(last.control)
+    shown = [measure, row.by, str(row.count), mean, control, few_digits(last.p)]
     return [*shown, f"{row.secrets:,}", ", ".join(map(few_digits, means))]

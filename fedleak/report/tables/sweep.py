@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Collection
 
 from fedleak.attacks import CALIBRATED
-from fedleak.report.table import Cell, Table, Tone, figures, plain, words
+from fedleak.report.table import Cell, Row, Table, Tone, cells, figures, words
 from fedleak.report.words import (
     INTERVALS,
     MALICIOUS,
@@ -75,12 +75,12 @@ def attacks_table(collected: SweepSummary) -> Table:
             _attack_cells(cell, name, summary, areas.values())
             for name, summary in cell.attacks.items()
         ]
-        nothing = [Cell(cell.status, Tone.GAP), *plain(*[""] * (len(about_attacks) - 1))]
-        rows += [[*plain(*settings), *line] for line in lines or [nothing]]
+        nothing: Row = [Cell(cell.status, Tone.GAP), *[""] * (len(about_attacks) - 1)]
+        rows += [[*settings, *line] for line in lines or [nothing]]
     return Table(
         f"{collected.name}: mean and 95 % interval over clients",
         [*about_cells, *about_attacks],
-        rows,
+        cells(rows),
         notes,
         groups=len(about_cells),
     )
@@ -110,19 +110,17 @@ def _areas(collected: SweepSummary) -> dict[str, str | None]:
 
 def _attack_cells(
     cell: CellSummary, name: str, summary: AttackSummary, scores: Collection[str | None]
-) -> list[Cell]:
+) -> Row:
     missing = f" {summary.answers} of {summary.rows}" if summary.answers < summary.rows else ""
     who_was_in = [cell.membership and cell.membership.figures_of(name, score) for score in scores]
     return [
         Cell(starred(name, summary.warning) + missing, Tone.GAP if missing else Tone.PLAIN),
-        *plain(
-            unbroken(summary.exact_match, 100),
-            unbroken(summary.rougeL),
-            _mean(summary.guess_rougeL),
-            _mean(summary.token_recall, 100),
-            *(interval(figures.auc if figures else None, places=2) for figures in who_was_in),
-            number(summary.seconds, 1),
-        ),
+        unbroken(summary.exact_match, 100),
+        unbroken(summary.rougeL),
+        _mean(summary.guess_rougeL),
+        _mean(summary.token_recall, 100),
+        *(interval(figures.auc if figures else None, places=2) for figures in who_was_in),
+        number(summary.seconds, 1),
     ]
 
 

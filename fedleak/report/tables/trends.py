@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fedleak.audit.pairing import best
-from fedleak.report.table import Table, figures, plain, words
+from fedleak.report.table import Table, cells, figures, words
 from fedleak.report.tables.attacks import FIGURES, shown
 from fedleak.report.words import INTERVALS, NOT_MEASURED, few_digits, number, starred
 from fedleak.store.records import LEAKAGE, LeakageRow
@@ -59,14 +59,14 @@ def _over_runs(runs: Sequence[Dated]) -> Table:
         worst, utility, privacy = run.summary.worst_case, run.summary.utility, run.summary.privacy
         useful = {} if utility is None else utility.figures
         rows.append(
-            plain(
+            [
                 starred(run.name, None if worst is None else worst.warning),
                 run.begun[:10] or NOT_MEASURED,
                 run.commit,
                 *(shown(worst, figure) for figure in READ),
                 *(few_digits(useful.get(name)) for name in ("accuracy", "perplexity")),
                 few_digits(None if privacy is None else privacy.epsilon),
-            )
+            ]
         )
     return Table(
         "runs by their dates: what all attacks together read, and what the model is worth",
@@ -75,7 +75,7 @@ def _over_runs(runs: Sequence[Dated]) -> Table:
             *figures(*(FIGURES[figure][0] for figure in READ)),
             *figures("accuracy", "perplexity", "epsilon"),
         ],
-        rows,
+        cells(rows),
         [
             f"mean and 95 % {INTERVALS}; *: few texts or clients, so an example and not a rate",
             "Runs of other settings are other tests: `fedleak compare RUN RUN` pairs texts.",
@@ -92,13 +92,13 @@ def _over_rounds(runs: Sequence[Dated]) -> Table:
             of_rounds[text.key.round].append(100 * exact)
         of_runs.append(of_rounds)
     means = [
-        plain(str(round), *(number(_mean(of_rounds.get(round))) for of_rounds in of_runs))
+        [str(round), *(number(_mean(of_rounds.get(round))) for of_rounds in of_runs)]
         for round in sorted({round for of_rounds in of_runs for round in of_rounds})
     ]
     return Table(
         "texts read word for word in each attacked round, %",
         figures("round", *(run.name for run in runs)),
-        means,
+        cells(means),
         kept=1,
     )
 
