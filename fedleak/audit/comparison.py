@@ -7,7 +7,7 @@ of a pair does not depend on how hard the text is, so it reveals smaller changes
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from pydantic import JsonValue
 
@@ -128,9 +128,7 @@ def _compare(before: Run, after: Run) -> Comparison:
     alone: list[tuple[str | None, list[str]]] = [(name, [name]) for name in common]
     for attack, names in [(None, chosen), *alone]:
         for figure in FIGURES:
-            old, new = (
-                best([row for row in run_rows if row.attack in names], figure) for run_rows in rows
-            )
+            old, new = (best(run_rows, figure, names) for run_rows in rows)
             both = [text for text in texts if text in old and text in new]
             if both:
                 differences.append(difference(attack, figure, both, old, new, largest))
@@ -230,26 +228,20 @@ def _means(
     """Yields the means of what these attacks read, and the areas of attacks on membership."""
     largest = [largest_client(run, stored(run)).texts for run in runs]
     for figure, most in FIGURES.items():
-        ends = []
-        for run_rows, texts in zip(rows, largest, strict=True):
-            scores = best([row for row in run_rows if row.attack in attacks], figure)
-            clients = [text.key.client for text in scores]
-            of_run = list(scores.values())
-            ends.append(estimate(of_run, clients, most=most, largest=texts) if scores else None)
-        if any(ends):
-            yield Means(figure=figure, before=ends[0], after=ends[1])
+        scores = [best(run_rows, figure, attacks) for run_rows in rows]
+        before, after = map(_mean, scores, [most, most], largest)
+        if before or after:
+            yield Means(figure=figure, before=before, after=after)
     shares = [_shares_of_members(run) for run in runs]
-    for attack, figure in sorted(shares[0].keys() & shares[1].keys()):
-        before, after = (
-            estimate(
-                [*of_run[attack, figure].values()],
-                [text.key.client for text in of_run[attack, figure]],
-                most=1.0,
-                largest=texts,
-            )
-            for of_run, texts in zip(shares, largest, strict=True)
-        )
-        yield Means(attack=attack, figure=figure, before=before, after=after)
+    for name in sorted(shares[0].keys() & shares[1].keys()):
+        before, after = map(_mean, [of_run[name] for of_run in shares], [1.0, 1.0], largest)
+        yield Means(attack=name[0], figure=name[1], before=before, after=after)
+
+
+def _mean(scores: Mapping[Text, float], most: float, largest: int) -> Estimate | None:
+    """Returns the mean of scores of texts; None: there are none."""
+    clients = [text.key.client for text in scores]
+    return estimate([*scores.values()], clients, most=most, largest=largest) if scores else None
 
 
 def _most_granted(names: Sequence[str], rows: Sequence[Sequence[LeakageRow]]) -> list[str]:

@@ -20,7 +20,7 @@ from fedleak.store.summaries import SUMMARY
 from fedleak.store.vault import Notes
 from fedleak.training.truth import GroundTruth
 from fedleak.util.errors import FedleakError
-from fedleak.util.lists import first_of
+from fedleak.util.lists import first_of, in_rounds
 
 Note = TypeVar("Note", bound=BaseModel)
 
@@ -243,12 +243,12 @@ def absences(run: Run) -> Iterator[str]:
         for round, clients in info.get("dropped_out", {}).items()
         if round not in map(str, skipped)
     }
-    if listed := _by_round(lost):
+    if listed := in_rounds(lost, NAMED, "and others"):
         yield (
             f"clients dropped out of the secure sum ({listed}): their "
             "texts are not in it, and nothing is scored against them"
         )
-    if listed := _by_round(refused):
+    if listed := in_rounds(refused, NAMED, "and others"):
         yield (
             f"clients refused what they were sent ({listed}): they sent nothing in these rounds, "
             "and nothing is scored against them"
@@ -259,16 +259,6 @@ def absences(run: Run) -> Iterator[str]:
             f"too few clients were left to sum in the rounds {rounds}, which were skipped: the "
             "model stayed as it was"
         )
-
-
-def _by_round(clients_by_round: Mapping[str, Sequence[int]]) -> str:
-    """Returns which clients, in which rounds; empty if there are none."""
-    listed = [
-        f"{', '.join(map(str, clients))} in round {round}"
-        for round, clients in clients_by_round.items()
-        if clients
-    ]
-    return first_of(listed, NAMED, "; ", "; and others in {} more rounds")
 
 
 def _left_out(known: Known) -> Iterator[str]:

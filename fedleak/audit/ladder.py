@@ -98,7 +98,7 @@ def _worth(
     for attack, chosen in compared:
         for figure in FIGURES:
             old, new = (
-                best(_rows_of(rows, [of_rung[name] for name in chosen]), figure)
+                best(rows, figure, {of_rung[name] for name in chosen})
                 for of_rung in (nothing, rung)
             )
             if pairs := [text for text in old if text in new and text.key in there]:

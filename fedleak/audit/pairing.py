@@ -5,7 +5,7 @@ two means do. Of many differences shown together, some are large by chance: see 
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from fedleak.audit.estimates import Largest
@@ -37,10 +37,20 @@ class Text(NamedTuple):
     place: int
 
 
-def best(rows: Iterable[LeakageRow], figure: str) -> Mapping[Text, float]:
-    """Returns the best score of each text over rows; texts without an answer are left out."""
+def best(
+    rows: Iterable[LeakageRow], figure: str, attacks: Collection[str] | None = None
+) -> Mapping[Text, float]:
+    """Returns the best score of each text over rows; texts without an answer are left out.
+
+    Args:
+        rows: Rows of leakage.jsonl.
+        figure: Its name.
+        attacks: The attacks whose rows count; None: all of them.
+    """
     best_scores: dict[Text, float] = {}
     for row in rows:
+        if attacks is not None and row.attack not in attacks:
+            continue
         for place, text_score in enumerate(row.texts or ()):
             if (score := getattr(text_score, figure)) is not None:
                 text, value = Text(row.key, place), float(score)

@@ -25,6 +25,11 @@ from fedleak.store.run import Run
 from fedleak.store.summaries import Estimate, RunSummary
 from fedleak.util.errors import FedleakError
 
+MEANS = dict.fromkeys(("rouge1", "rouge2", "rougeL", "control_rougeL", "guess_rougeL"), 100.0)
+MEANS |= dict.fromkeys(("token_recall", "token_precision"), 1.0)
+MEANS |= dict.fromkeys(("control_token_recall", "guess_token_recall"), 1.0)
+"""Figures of a row whose mean over updates sums up an attack, and the largest value of each."""
+
 
 def summarise(
     run: Run,
@@ -137,9 +142,9 @@ def attack_summary(rows: Sequence[LeakageRow], largest: Largest) -> summaries.At
     measured = [row for row in rows if row.rougeL is not None]
     sizes = [row.batch_size or 0 for row in measured]
 
-    def mean_of(name: str, most: float) -> Estimate | None:
+    def mean_of(name: str) -> Estimate | None:
         values = [(row, value) for row in rows if (value := getattr(row, name)) is not None]
-        return estimates.mean_over_clients(values, most, largest=largest.updates)
+        return estimates.mean_over_clients(values, MEANS[name], largest=largest.updates)
 
     seconds = [row.seconds for row in rows if row.seconds is not None]
     return summaries.AttackSummary(
@@ -155,15 +160,7 @@ def attack_summary(rows: Sequence[LeakageRow], largest: Largest) -> summaries.At
             sizes,
             largest=largest.texts,
         ),
-        rouge1=mean_of("rouge1", 100.0),
-        rouge2=mean_of("rouge2", 100.0),
-        rougeL=mean_of("rougeL", 100.0),
-        control_rougeL=mean_of("control_rougeL", 100.0),
-        guess_rougeL=mean_of("guess_rougeL", 100.0),
-        token_recall=mean_of("token_recall", 1.0),
-        token_precision=mean_of("token_precision", 1.0),
-        control_token_recall=mean_of("control_token_recall", 1.0),
-        guess_token_recall=mean_of("guess_token_recall", 1.0),
+        **{name: mean_of(name) for name in MEANS},
         personal=estimates.personal_data([(row, item) for row in rows for item in row.personal]),
         facts={
             name: estimates.mean_over_clients(_right(rows, name), 1.0, largest=largest.updates)

@@ -1,7 +1,7 @@
 """Values by what they have in common, and the first few of many in words."""
 
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, TypeVar
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -30,3 +30,15 @@ def first_of(
     names = list(map(str, values))
     rest = more.format(len(names) - most) if len(names) > most else ""
     return separator.join(names[:most]) + rest
+
+
+def in_rounds(clients: Mapping[Any, Collection[int]], most: int, others: str = "others") -> str:
+    """Returns which clients, in the first few of these rounds; rounds without any are left out.
+
+    >>> in_rounds({1: [0, 2], 3: [], 4: [1]}, most=1)
+    '0, 2 in round 1; others in 1 more rounds'
+    """
+    listed = [
+        f"{', '.join(map(str, who))} in round {round}" for round, who in clients.items() if who
+    ]
+    return first_of(listed, most, "; ", f"; {others} in {{}} more rounds")

@@ -156,7 +156,6 @@ def _bench(
         model=model,
         texts=texts,
         plain=plain,
-        local=defense.training(plain),
         defense=defense,
         num_examples=of_client.num_examples,
         seed=experiment.seed,

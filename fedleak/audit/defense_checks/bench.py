@@ -7,7 +7,6 @@ large.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -45,7 +44,6 @@ class Bench:
         model: The model at the weights that are broadcast; tests do not change it.
         texts: What clients train on.
         plain: How a client without defenses trains; dropout is off, because it is random too.
-        local: How a client with only this defense trains.
         defense: The defense, with its noise computed.
         num_examples: Examples that its client has.
         seed: The seed of all random numbers.
@@ -55,11 +53,15 @@ class Bench:
     model: LanguageModel
     texts: Batch
     plain: LocalTraining
-    local: LocalTraining
     defense: Defense
     num_examples: int
     seed: int
     sends: UpdateKind
+
+    @property
+    def local(self) -> LocalTraining:
+        """How a client with only this defense trains."""
+        return self.defense.training(self.plain)
 
     @property
     def claims(self) -> Claims:
@@ -119,11 +121,10 @@ class Bench:
             planted: Canaries.
         """
         return trained_on(
-            self.model,
+            _with_logits(self.model, _loud) if loud else self.model,
             self.texts.of(chosen),
             local or self.local,
             seed=stream_seed(self.seed, "check", noise),
-            loud=loud,
             planted=planted,
         )
 
@@ -134,8 +135,6 @@ def trained_on(
     local: LocalTraining,
     *,
     seed: int,
-    loud: bool = False,
-    scales: Sequence[float] = (),
     planted: Planted | None = None,
 ) -> ClientUpdate:
     """Returns the update of a client that trains; the model stays as it is.
@@ -145,21 +144,10 @@ def trained_on(
         texts: The texts that the client has.
         local: How the client trains.
         seed: The seed of the training.
-        loud: The first text is loud.
-        scales: The factor of each text's gradient; empty: 1.
         planted: Canaries.
     """
-    family: Any = _Family(model.family, _loud) if loud else model.family
-    family = _Family(family, partial(_scaled, scales)) if scales else family
     before = {name: value.clone() for name, value in model.parameters().items()}
-    update = local_update_(
-        replace(model, family=family),
-        texts.sequences,
-        texts.labels,
-        local,
-        seed=seed,
-        planted=planted,
-    )
+    update = local_update_(model, texts.sequences, texts.labels, local, seed=seed, planted=planted)
     models.load_parameters_(model, before)
     return update
 
@@ -188,6 +176,22 @@ def random_texts(
     return Batch(sequences, logits_BC.argmin(-1).tolist())
 
 
+def scaled(model: LanguageModel, scales: Sequence[float]) -> LanguageModel:
+    """Returns a model with the same logits, and each example's gradient times a factor."""
+
+    def change(logits: Tensor) -> Tensor:
+        factors = torch.tensor(scales).to(logits).view(-1, *[1] * (logits.dim() - 1))
+        return logits.detach() + factors * (logits - logits.detach())
+
+    return _with_logits(model, change)
+
+
+def _with_logits(model: LanguageModel, change: Callable[[Tensor], Tensor]) -> LanguageModel:
+    """Returns a model of which only the logits are changed."""
+    family: Any = _Family(model.family, change)
+    return replace(model, family=family)
+
+
 class _Family:
     """A model family of which only the logits are changed.
 
@@ -205,12 +209,6 @@ class _Family:
     def logits(self, *args: Any, **kwargs: Any) -> Tensor:
         """Returns the changed logits."""
         return self._change(self._family.logits(*args, **kwargs))
-
-
-def _scaled(scales: Sequence[float], logits: Tensor) -> Tensor:
-    """Returns the same logits, whose gradients are multiplied by the factor of each example."""
-    factors = torch.tensor(scales).to(logits).view(-1, *[1] * (logits.dim() - 1))
-    return logits.detach() + factors * (logits - logits.detach())
 
 
 def _loud(logits: Tensor) -> Tensor:

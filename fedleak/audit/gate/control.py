@@ -34,7 +34,7 @@ def _control(leaks: Mapping[str, float], evidence: Evidence) -> Check:
     if positive_control.is_undefended(evidence.experiment):
         copies, control = "updates, none of them defended", positive_control.of_rows(rows)
     if control is None:
-        return untold(name, [_why_none(evidence)], "")
+        return untold(name, [_why_none(evidence)])
     sentence = "; ".join(
         f"{attack} read a text of {reading.read} of {control.copies} {copies}"
         for attack, reading in control.attacks.items()

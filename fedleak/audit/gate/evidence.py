@@ -13,7 +13,7 @@ from fedleak.audit import positive_control, score_files, scoring
 from fedleak.audit.answered import answered
 from fedleak.audit.estimates import Largest, largest_client
 from fedleak.audit.gaps import NAMED
-from fedleak.audit.gate.check import Check, Outcome, untold
+from fedleak.audit.gate.check import Check, untold
 from fedleak.audit.worst_case import worst_case
 from fedleak.config.experiment import Experiment
 from fedleak.federation.schedule import expected_captures
@@ -171,7 +171,7 @@ def figures(evidence: Evidence, *, accept_purged: bool) -> Check:
     try:
         rows, summary = ScoredRows.read_files(run.rows), run.read_document(SUMMARY)
     except FedleakError as error:
-        return Check(name, Outcome.UNTOLD, str(error))
+        return untold(name, [str(error)])
     changed = [
         lines.name
         for (lines, written), (_, scored) in zip(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from fedleak import attacks
 from fedleak.audit.gate.abstentions import with_abstentions
-from fedleak.audit.gate.check import Check, Outcome
+from fedleak.audit.gate.check import Check, untold
 from fedleak.audit.gate.control import control_checks
 from fedleak.audit.gate.evidence import complete, figures, gather, genuine, own
 from fedleak.audit.gate.limits import LEAKS, MEMBERSHIP, limit_checks
@@ -61,7 +61,7 @@ def judge(
     except ConfigError:
         raise
     except FedleakError as error:
-        return Verdict([Check("figures", Outcome.UNTOLD, str(error))], None)
+        return Verdict([untold("figures", [str(error)])], None)
     names = {*evidence.kinds, *(row.attack for row in evidence.rows.leakage)}
     checks.check_gate(limits, names, {*evidence.kinds.values(), *attacks.kinds()})
     counted = with_abstentions(evidence, limits.may_abstain, control)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from fedleak import models
 from fedleak.attacks import CALIBRATED
 from fedleak.attacks.reconstruction import Status
-from fedleak.audit.gate.check import Check, Outcome, compared, untold
+from fedleak.audit.gate.check import Check, compared, untold
 from fedleak.audit.gate.evidence import Evidence
 from fedleak.audit.kept_texts import read_held_out
 from fedleak.audit.metrics.utility import evaluate
@@ -76,11 +76,7 @@ def limit_checks(limits: GateTable, evidence: Evidence) -> list[Check]:
         if summary.canary is not None and limits.canary is None:
             checks.append(_bounded("epsilon by canaries", limits.epsilon, summary.canary))
     if limits.canary is not None:
-        checks.append(
-            Check("canary", Outcome.UNTOLD, f"there are no canaries; limit {limits.canary:g}")
-            if summary.canary is None
-            else _bounded("canary", limits.canary, summary.canary)
-        )
+        checks.append(_bounded("canary", limits.canary, summary.canary))
     if limits.alarms is not None:
         checks.append(_alarms(limits.alarms, summary))
     if useful := _named(limits, UTILITY):
@@ -155,7 +151,7 @@ def _highest(
     """
     prefix, highest = max(figures, key=lambda figure: figure[1].high, default=("", None))
     if highest is None or (lacks and highest.high <= limit):
-        return untold(name, lacks, "")
+        return untold(name, lacks)
     sentence = (
         f"{prefix}{says}: {highest.mean:.3g}, with its interval up to {highest.high:.3g}; "
         f"limit {limit:g}"
@@ -167,7 +163,7 @@ def _membership(name: str, limit: float, evidence: Evidence) -> Check:
     """Compares the figure of the score that tells members best with a limit."""
     leak, summary = MEMBERSHIP[name], evidence.summary.membership
     if summary is None:
-        return untold(name, ["no attack on membership gave an answer"], "")
+        return untold(name, ["no attack on membership gave an answer"])
     figures, lacks = [], []
     for scored in summary.figures:
         prefix = f"{scored.attack} by {scored.score}: "
@@ -190,7 +186,7 @@ def _membership(name: str, limit: float, evidence: Evidence) -> Check:
 def _published(name: str, limit: float, summary: RunSummary) -> Check:
     """Compares what any published model gives away with a limit."""
     if summary.published is None:
-        return untold(name, ["no secrets were planted: the file has no [published]"], "")
+        return untold(name, ["no secrets were planted: the file has no [published]"])
     figures = []
     for figure in summary.published.figures:
         for row in figure.rounds if figure.measure == name else ():
@@ -207,9 +203,9 @@ def _epsilon(limit: float, evidence: Evidence) -> Check:
     privacy, experiment = evidence.summary.privacy, evidence.experiment
     trained = {key.client for key in updates(experiment)}
     if without := sorted(trained - {row.client for row in evidence.rows.ledger}):
-        return untold("epsilon", [f"the ledger has no clients {first_of(without, NAMED)}"], "")
+        return untold("epsilon", [f"the ledger has no clients {first_of(without, NAMED)}"])
     if privacy is None or privacy.epsilon == NONE:
-        return Check("epsilon", Outcome.UNTOLD, f"nothing is guaranteed; limit {limit:g}")
+        return untold("epsilon", [f"nothing is guaranteed; limit {limit:g}"])
     sentence = (
         f"epsilon {privacy.epsilon:.4g} at delta {privacy.delta:g}, of one {privacy.unit} by the "
         f"accountant {privacy.accountant}; limit {limit:g}"
@@ -220,17 +216,19 @@ def _epsilon(limit: float, evidence: Evidence) -> Check:
 def _alarms(limit: int, summary: RunSummary) -> Check:
     """Compares the rounds in which clients noticed something with their limit."""
     if (detections := summary.detections) is None:
-        return untold("alarms", ["no client looked: the file has no [[detector]]"], "")
+        return untold("alarms", ["no client looked: the file has no [[detector]]"])
     sentence = f"detectors alarmed in {detections.alarms} rounds of a client; limit {limit}"
     return compared("alarms", sentence, holds=detections.alarms <= limit)
 
 
-def _bounded(name: str, limit: float, canary: CanarySummary) -> Check:
+def _bounded(name: str, limit: float, canary: CanarySummary | None) -> Check:
     """Compares the largest lower bound on any client's epsilon with a limit.
 
     Every kind of bound holds in all rows at once, so the largest may be taken. A bound below the
     limit shows nothing: the accounted epsilon opens the gate.
     """
+    if canary is None:
+        return untold(name, [f"there are no canaries; limit {limit:g}"])
     kinds = {
         "if the noise is Gaussian": [row.gaussian or 0.0 for row in canary.bounds],
         "if the trade-off curve is Gaussian": [row.f_dp for row in canary.bounds],

@@ -96,7 +96,7 @@ def _coverage(limit: float, evidence: Evidence) -> Check:
     unknown, everywhere = len(sizes) - len(known), sum(known.values())
     here = sum(size for key, size in known.items() if key in answered)
     if unknown or not everywhere:
-        return untold("coverage", [f"{unknown} updates have no truth in the vault"], "")
+        return untold("coverage", [f"{unknown} updates have no truth in the vault"])
     sentence = f"an attack answered for {here} of {everywhere} private texts; limit {limit:g}"
     return compared("coverage", sentence, holds=here >= limit * everywhere)
 
@@ -122,7 +122,7 @@ def _texts(
     lacks = [f"{case.prefix}{lack}" for case in cases for lack in _lacks(case, rows, leaks)]
     worst = cases[-1].worst
     if worst is None:
-        return untold("texts", lacks, "")
+        return untold("texts", lacks)
     sums = any(row.apart for row in rows)
     units = "sums of different texts" if sums else "clients"
     sentence = f"{worst.texts} texts of {worst.clients} {units}, by {', '.join(worst.attacks)}"
@@ -210,28 +210,24 @@ def _attack(name: str, evidence: Evidence, least_seconds: float, *, may_abstain:
         for row in rows
     )
     of_all = f"of {len(expected)} updates"
-    lacks = []
-    if without := len({*expected} - {row.key for row in rows}):
-        lacks.append(f"it has no answer for {without} {of_all}")
-    if failed := ended[Status.FAILED]:
-        lacks.append(f"it failed on {failed} {of_all}")
-    if unscored := ended[UNSCORED]:
-        lacks.append(f"its answers for {unscored} {of_all} are unscored: the truth is not here")
+    without = len({*expected} - {row.key for row in rows})
+    failed, unscored, abstained = (ended[s] for s in (Status.FAILED, UNSCORED, Status.ABSTAINED))
     late = sum(bool(row.diagnostics.get("time_up")) for row in rows)
     agreed = _seconds(name, evidence)
-    if late and (agreed is None or agreed < least_seconds):
-        had = "" if agreed is None else f"after {agreed:g} s "
-        lacks.append(
-            f"its time (`seconds`) was up {had}on {late} {of_all}: the gate asks for "
-            f"{least_seconds:g} s (gate.seconds)"
-        )
-    if (abstained := ended[Status.ABSTAINED]) and not may_abstain:
-        lacks.append(
-            f"it abstained on {abstained} {of_all}, which is no evidence that nothing can be read: "
-            "where the other attacks are enough for you, name it in gate.may_abstain"
-        )
-    if old:
-        lacks.append(f"{old} {of_all} have no scores of single texts: `fedleak score` adds them")
+    had = "" if agreed is None else f"after {agreed:g} s "
+    lacking = {
+        f"it has no answer for {without} {of_all}": without,
+        f"it failed on {failed} {of_all}": failed,
+        f"its answers for {unscored} {of_all} are unscored: the truth is not here": unscored,
+        f"its time (`seconds`) was up {had}on {late} {of_all}: the gate asks for "
+        f"{least_seconds:g} s (gate.seconds)": late and (agreed is None or agreed < least_seconds),
+        f"it abstained on {abstained} {of_all}, which is no evidence that nothing can be read: "
+        "where the other attacks are enough for you, name it in gate.may_abstain": (
+            abstained and not may_abstain
+        ),
+        f"{old} {of_all} have no scores of single texts: `fedleak score` adds them": old,
+    }
+    lacks = [sentence for sentence, holds in lacking.items() if holds]
     answered = f"it answered {ended[Status.RECOVERED]} {of_all}"
     if late and agreed is not None:
         answered += f", {late} of them with all of the {agreed:g} s that were agreed"
@@ -271,7 +267,7 @@ def _canary(evidence: Evidence) -> Check:
     canary, clients = evidence.summary.canary, {row.client for row in evidence.rows.ledger}
     name = "canaries of clients"
     if canary is None:
-        return untold(name, ["there are no canaries: the file has no [canary]"], "")
+        return untold(name, ["there are no canaries: the file has no [canary]"])
     if canary.alarms:
         return compared(name, "; ".join(canary.alarms), holds=False)
     without = sorted(clients - {row.client for row in canary.bounds})

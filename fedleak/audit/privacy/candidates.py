@@ -11,7 +11,6 @@ A list from a file has all texts of the file, for every update.
 The attack gets the texts in a random order.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +19,7 @@ import torch
 from fedleak.audit.kept_texts import KeptTexts
 from fedleak.training.observation import Candidates, Example
 from fedleak.training.truth import GroundTruth
+from fedleak.util.lists import grouped
 from fedleak.util.rng import stream
 
 PUBLIC = 200
@@ -68,34 +68,27 @@ def questions(
     rng = stream(seed, "candidates", truth.round, truth.client)
     if from_file is not None:
         return _questions_of_file(truth, from_file.examples(labelled=labelled), public, rng)
-    own = {example.ids: example for example in _batch(truth)}
+    labels: Sequence[int | None] = truth.labels or [None] * len(truth.sequences)
+    own = dict(zip(truth.sequences, labels, strict=True))
     # A text of the batch that is held out, too, is left out on both sides, which reveals nothing.
-    members = [
-        example
-        for ids, example in sorted(own.items())
-        if ids not in {example.ids for example in known}
-    ]
+    held = {example.ids for example in known}
+    members = [Example(ids, label) for ids, label in sorted(own.items()) if ids not in held]
     taken = own.keys() | {example.ids for example in public}
-    free: dict[int | None, list[Example]] = defaultdict(list)
-    for example in {
-        example.ids: example for example in others if example.ids not in taken
-    }.values():
-        free[example.label].append(example)
-    drawn: list[tuple[Example, Example]] = []
-    used: set[tuple[int, ...]] = set()
+    fresh = {example.ids: example for example in others if example.ids not in taken}
+    free = grouped(fresh.values(), lambda example: example.label)
+    texts, used = list[Example](), set[Example]()
     for member in members:
-        preferred = _preferred(member, free[member.label], truth.client, clients, seed)
-        control = next((example for example in preferred if example.ids not in used), None)
+        preferred = _preferred(member, free.get(member.label, []), truth.client, clients, seed)
+        control = next((example for example in preferred if example not in used), None)
         if control is not None:
-            used.add(control.ids)
-            drawn.append((member, control))
-    texts = [example for pair in drawn for example in pair]
+            used.add(control)
+            texts += [member, control]
     shuffled = torch.randperm(len(texts), generator=rng).tolist()
     place = {index: at for at, index in enumerate(shuffled)}
     return Questions(
         asked=Candidates(tuple(texts[index] for index in shuffled), tuple(public)),
         inside=tuple(index % 2 == 0 for index in shuffled),
-        pairs=tuple((place[2 * i], place[2 * i + 1]) for i in range(len(drawn))),
+        pairs=tuple((place[i], place[i + 1]) for i in range(0, len(texts), 2)),
         lines=None,
     )
 
@@ -125,8 +118,3 @@ def _preferred(
     # First this client's share of them, so that clients seldom want the same text.
     yield from (free[i] for i in order if i % clients == client)
     yield from (free[i] for i in order if i % clients != client)
-
-
-def _batch(truth: GroundTruth) -> list[Example]:
-    classes: Sequence[int | None] = truth.labels or [None] * len(truth.sequences)
-    return [Example(ids, label) for ids, label in zip(truth.sequences, classes, strict=True)]

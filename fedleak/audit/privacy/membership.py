@@ -118,22 +118,12 @@ def summarised(
             by_score[row.attack, score].append(row)
     if not by_score:
         return None
-    unfair = {name: _unfair(experiment, of_score) for name, of_score in by_score.items()}
-    cells, delta = sum(why is None for why in unfair.values()), experiment.privacy.delta
+    cells = sum(_unfair(experiment, of_score) is None for of_score in by_score.values())
     return MembershipSummary(
         confidence=CONFIDENCE,
-        delta=delta,
+        delta=experiment.privacy.delta,
         figures=tuple(
-            _figures(
-                attack,
-                score,
-                of_score,
-                unfair[attack, score],
-                _assumed(experiment),
-                cells,
-                delta,
-                largest.texts,
-            )
+            _figures(experiment, attack, score, of_score, cells, largest.texts)
             for (attack, score), of_score in by_score.items()
         ),
     )
@@ -196,27 +186,23 @@ def _texts(rows: Sequence[MembershipRow], score: str) -> dict[tuple[int, int], _
 
 
 def _figures(
+    experiment: Experiment,
     attack: str,
     score: str,
     rows: Sequence[MembershipRow],
-    unfair: str | None,
-    assumed: str | None,
     cells: int,
-    delta: float,
     largest: int,
 ) -> MembershipFigures:
     """Returns the figures of one score.
 
     Args:
+        experiment: What was prepared.
         attack, score: The names of the attack and of the score.
         rows: Rows of the attack.
-        unfair: Why coins may not be fair; None: they are.
-        assumed: What p and bounds assume; None: nothing.
         cells: How many attacks and scores share the error of the bounds.
-        delta: Of the bounds.
         largest: How many members a client has at most.
     """
-    texts = _texts(rows, score)
+    texts, unfair, delta = _texts(rows, score), _unfair(experiment, rows), experiment.privacy.delta
     members = [text for text in texts.values() if text.inside]
     controls = np.array([text.score for text in texts.values() if not text.inside])
     clients = {client for client, _ in texts}
@@ -242,7 +228,7 @@ def _figures(
         found_at_01_percent=roc.get(A_TENTH_PERCENT),
         pairs=len(coins),
         no_bound=unfair,
-        assumes=None if unfair else assumed,
+        assumes=None if unfair else _assumed(experiment),
         p=None if unfair else min(1.0, cells * _by_chance(differences, coins)),
         epsilon=None if unfair else pair_bound(differences, coins, (1 - CONFIDENCE) / cells, delta),
     )
@@ -329,15 +315,14 @@ def found_where(
         return None
     ordered, clusters = np.sort(controls), [text.cluster for text in members]
 
-    def above(rank: int) -> Estimate:
+    def above(rank: int | None, unbounded: float) -> Estimate:
         """Returns the share of members above the control that `rank` others exceed."""
-        values = [float(text.score > ordered[-rank - 1]) for text in members]
+        threshold = unbounded if rank is None else ordered[-rank - 1]
+        values = [float(text.score > threshold) for text in members]
         return estimate(values, clusters, most=1.0, largest=largest, miss=intervals.MISS / 2)
 
     first, second = intervals.ranks_of_quantile(accused, len(controls), intervals.MISS / 2)
-    measured = above(most)
-    lower = _everywhere(0.0) if first is None else above(first)
-    upper = _everywhere(1.0) if second is None else above(second)
+    measured, lower, upper = above(most, 0.0), above(first, math.inf), above(second, -math.inf)
     by_client = [share.of_clients for share in (measured, lower, upper)]
     means, lows, highs = zip(
         *((share.mean, share.low, share.high) for share in by_client if share), strict=True
@@ -348,12 +333,6 @@ def found_where(
         high=upper.high,
         of_clients=MeanOfClients(mean=means[0], low=lows[1], high=highs[2]),
     )
-
-
-def _everywhere(share: float) -> Estimate:
-    """Returns a bound that holds for every share, 0 or 1, as an estimate."""
-    of_clients = MeanOfClients(mean=share, low=share, high=share)
-    return Estimate(mean=share, low=share, high=share, of_clients=of_clients)
 
 
 def _by_chance(differences: Sequence[float], coins: Sequence[bool]) -> float:

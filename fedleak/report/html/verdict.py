@@ -212,44 +212,33 @@ NO_TEXT_READ = "No text was read word for word in this test"
 def run_verdict(summary: RunSummary, extent: Extent, guaranteed: Guaranteed) -> Verdict:
     """Returns the verdict on a run."""
     leakage = strongest(summary.worst_case, summary.attacks)
-    attacks, membership = summary.attacks, _membership_sentence(summary.membership)
-    level = _level(leakage, attacks)
-    level = Level.PARTLY if membership and level == Level.UNKNOWN else level
+    members = _membership_sentence(summary.membership)
+    level = _level(leakage, summary.attacks, members)
     by = f", by a {MALICIOUS}" if summary.server else ""
     certainty = (
         f"{_order_unknown(extent)}{_read_without_facts(summary)}{_read_of_copies(summary)}"
-        f"{_certainty(leakage, attacks, extent)}"
+        f"{_certainty(leakage, summary.attacks, extent)}"
     )
-    ended = {name for attack in attacks.values() for name, count in attack.status.items() if count}
-    silent = Status.ABSTAINED in ended and not ended & {Status.FAILED, UNSCORED}
-    worst = _worst(leakage, level, membership, who_was_in(summary), silent=silent)
     given = given_away(summary.published)
     return Verdict(
         level,
-        worst + by + _epsilon_clause(guaranteed, summary.canary),
+        _worst(summary, leakage, level, members) + by + _epsilon_clause(guaranteed, summary.canary),
         (
             *([Entry("Server", f"It is malicious: {summary.server}.")] if summary.server else []),
             Entry("Read", _what_was_read(leakage, summary, extent) + _personal_data(leakage)),
-            Entry("Who was in", membership or _nobody_told(summary.membership)),
+            Entry("Who was in", members or _nobody_told(summary.membership)),
             *([Entry("Published model", f"{given}.")] if given else []),
             Entry("Guaranteed", guaranteed.sentence),
             Entry("Model", _worth(summary)),
             Entry("How sure", certainty),
             Entry("Not seen", _unmeasured(summary, extent)),
-            Entry("Next", next_step(summary, extent, guaranteed, leakage, membership)),
+            Entry("Next", _next_step(summary, extent, guaranteed, members)),
         ),
     )
 
 
-def _worst(
-    leakage: Strongest | None,
-    level: Level,
-    membership: str,
-    without_texts: str | None,
-    *,
-    silent: bool,
-) -> str:
-    """Returns the worst that was found, in a few words; silent: attacks abstained, none failed."""
+def _worst(summary: RunSummary, leakage: Strongest | None, level: Level, members: str) -> str:
+    """Returns the worst that was found, in a few words."""
     if leakage is not None and leakage.exact_texts:
         were = "was" if leakage.exact_texts == 1 else "were"
         texts = counted(leakage.texts, "private text")
@@ -259,13 +248,17 @@ def _worst(
     if leakage is not None and leakage.nearly:
         were, texts = "was" if leakage.nearly == 1 else "were", counted(leakage.texts, "text")
         return f"{leakage.nearly:,} of {texts} {were} read nearly word for word"
-    if without_texts is not None:
-        return without_texts[0].upper() + without_texts[1:]
-    if leakage is not None and (share := words_found(leakage)) is not None:
+    if (who := who_was_in(summary)) is not None:
+        return who[0].upper() + who[1:]
+    if leakage is not None and (share := _words_found(leakage)) is not None:
         amount = "All" if share == 1 else percent(share)
         return f"{amount} of the private texts' words were found"
-    if membership:
+    if members:
         return "It could be told which texts were in an update"
+    attacks = summary.attacks.values()
+    ended = {status for attack in attacks for status, count in attack.status.items() if count}
+    # Where attacks abstained and none failed, that nothing was read is measured.
+    silent = Status.ABSTAINED in ended and not ended & {Status.FAILED, UNSCORED}
     if leakage is None and not silent:
         return UNMEASURED
     if leakage is None or leakage.read.exact_match is None:
@@ -273,7 +266,7 @@ def _worst(
     return NO_TEXT_READ
 
 
-def words_found(leakage: Strongest) -> float | None:
+def _words_found(leakage: Strongest) -> float | None:
     """Returns the share of words that was found; None: it is not more than chance finds."""
     recall, control = leakage.read.token_recall, leakage.read.control_token_recall
     if recall is None or recall.low <= (0.0 if control is None else control.mean):
@@ -312,10 +305,11 @@ def _epsilon_clause(guaranteed: Guaranteed, canary: CanarySummary | None) -> str
     return f"; an epsilon of {figure(epsilon)} holds"
 
 
-def _level(leakage: Strongest | None, attacks: Mapping[str, AttackSummary]) -> Level:
-    if leakage is None:
-        return Level.READ if any(attack.verified for attack in attacks.values()) else Level.UNKNOWN
-    return Level.READ if leakage.exact_texts else Level.PARTLY
+def _level(leakage: Strongest | None, attacks: Mapping[str, AttackSummary], members: str) -> Level:
+    proved = leakage is None and any(attack.verified for attack in attacks.values())
+    if proved or (leakage is not None and leakage.exact_texts):
+        return Level.READ
+    return Level.UNKNOWN if leakage is None and not members else Level.PARTLY
 
 
 def _what_was_read(leakage: Strongest | None, summary: RunSummary, extent: Extent) -> str:
@@ -495,17 +489,12 @@ def not_seen(gaps: Sequence[str]) -> str:
     )
 
 
-def next_step(
-    summary: RunSummary,
-    extent: Extent,
-    guaranteed: Guaranteed,
-    leakage: Strongest | None,
-    membership: str,
-) -> str:
+def _next_step(summary: RunSummary, extent: Extent, guaranteed: Guaranteed, members: str) -> str:
     """Returns what to try next, in an order in which it can be done."""
+    leakage = strongest(summary.worst_case, summary.attacks)
     control, defended = summary.positive_control, bool(summary.defenses.defense)
     read = leakage is not None and (leakage.exact_texts or leakage.nearly)
-    leaks = read or membership or (leakage is not None and words_found(leakage) is not None)
+    leaks = read or members or (leakage is not None and _words_found(leakage) is not None)
     steps = {
         "complete the results, as said below": summary.missing,
         "give the attacks more time (--minutes, or seconds of an attack): on "

@@ -1,10 +1,8 @@
 """Which clients noticed something, which refused a round, and when."""
 
-from collections.abc import Mapping, Sequence
-
 from fedleak.report.table import Cell, Row, Table, Tone, cells, figures, words
 from fedleak.store.summaries import Detections, DetectorSummary
-from fedleak.util.lists import first_of
+from fedleak.util.lists import in_rounds
 
 MOST_ROUNDS = 8
 """Rounds that are named at most."""
@@ -19,7 +17,7 @@ def detections_table(summary: Detections) -> Table:
     if any(not detector.has_limit for detector in summary.detectors):
         notes.append("No limit: the detector measured, and nothing it finds is an alarm.")
     if summary.refused:
-        notes.append(f"Refused, and took no part: {by_round(summary.refused)}.")
+        notes.append(f"Refused, and took no part: {in_rounds(summary.refused, MOST_ROUNDS)}.")
     if summary.unequal:
         notes.append(
             "Clients were sent different models, by the hashes that they noted: round "
@@ -33,12 +31,6 @@ def detections_table(summary: Detections) -> Table:
     )
 
 
-def by_round(clients: Mapping[int, Sequence[int]]) -> str:
-    """Returns clients by round in words."""
-    rounds = (f"{', '.join(map(str, ids))} in round {round}" for round, ids in clients.items())
-    return first_of(rounds, MOST_ROUNDS, "; ", "; others in {} more rounds")
-
-
 def _row(detector: DetectorSummary) -> Row:
     count = sum(map(len, detector.alarms.values()))
     alarms = Cell(str(count), Tone.ALARM if count else Tone.PLAIN)
@@ -47,5 +39,5 @@ def _row(detector: DetectorSummary) -> Row:
         detector.action,
         str(detector.looked),
         alarms if detector.has_limit else "no limit",
-        by_round(detector.alarms),
+        in_rounds(detector.alarms, MOST_ROUNDS),
     ]
