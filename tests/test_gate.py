@@ -17,8 +17,8 @@ from tiny import DLG, Here, call, toml
 from fedleak.attacks.reconstruction import Status
 from fedleak.audit import scoring
 from fedleak.audit.estimates import Largest
-from fedleak.audit.gate.abstentions import with_abstentions
 from fedleak.audit.gate.check import Check, Outcome
+from fedleak.audit.gate.control import with_abstentions
 from fedleak.audit.gate.evidence import Evidence, gather
 from fedleak.audit.gate.judge import Verdict, judge
 from fedleak.audit.gate.limits import limit_checks

@@ -17,9 +17,8 @@ from tiny import DLG, call, tables
 from fedleak.attacks.reconstruction import Status
 from fedleak.audit import score_files, scoring
 from fedleak.audit.estimates import Largest
-from fedleak.audit.gate.abstentions import with_abstentions
 from fedleak.audit.gate.check import Check, Outcome
-from fedleak.audit.gate.control import control_checks
+from fedleak.audit.gate.control import control_checks, with_abstentions
 from fedleak.audit.gate.evidence import Evidence, complete, figures, genuine, own
 from fedleak.audit.gate.judge import judge
 from fedleak.audit.gate.limits import limit_checks

@@ -16,10 +16,9 @@ import torch
 
 from fedleak.attacks.reconstruction import Status
 from fedleak.audit.metrics import personal_data, rouge
-from fedleak.audit.metrics.matching import assign
+from fedleak.audit.metrics.matching import Overlap, assign, overlap
 from fedleak.audit.metrics.personal_data import Item
 from fedleak.audit.metrics.rouge import Rouge
-from fedleak.audit.metrics.tokens import Overlap, overlap
 from fedleak.models import LanguageModel, text_of
 from fedleak.store.records import UNSCORED, Answer, Fact, LeakageRow, PersonalItem, TextScore
 from fedleak.training.truth import GroundTruth
@@ -78,15 +77,14 @@ class _Match(NamedTuple):
     Attributes:
         answers: The answers that count, with special tokens.
         chosen: For each text the index of its answer; None: it has no answer.
-        truths, texts: Each text and its answer, in words.
+        pairs: Each text and its answer, in words.
         scores: The ROUGE of each text.
         exact: Whether each text has the same tokens as its answer.
     """
 
     answers: Sequence[Sequence[int]]
     chosen: Sequence[int | None]
-    truths: Sequence[str]
-    texts: Sequence[str | None]
+    pairs: tuple[TextPair, ...]
     scores: list[Rouge]
     exact: Sequence[bool]
 
@@ -106,14 +104,15 @@ def _match(
         exact = 100.0 * (answer_ids[answer] == truth_ids[truth])
         return exact + sum(rouge.rouge(answer_texts[answer], truth_texts[truth]))
 
-    chosen = assign(range(len(answers)), range(len(truths)), similarity)
+    chosen = assign(len(answers), len(truths), similarity)
     texts = [None if a is None else answer_texts[a] for a in chosen]
+    scores = [rouge.rouge(a or "", t) for a, t in zip(texts, truth_texts, strict=True)]
+    pairs = zip(truth_texts, texts, scores, strict=True)
     return _Match(
         answers,
         chosen,
-        truth_texts,
-        texts,
-        [rouge.rouge(a or "", t) for a, t in zip(texts, truth_texts, strict=True)],
+        tuple(TextPair(truth, answer, score.rougeL) for truth, answer, score in pairs),
+        scores,
         [a is not None and answer_ids[a] == t for a, t in zip(chosen, truth_ids, strict=True)],
     )
 
@@ -140,10 +139,7 @@ def score_sequences(
             TextScore(exact=e, rougeL=s.rougeL, token_recall=None)
             for e, s in zip(match.exact, match.scores, strict=True)
         ),
-        pairs=tuple(
-            TextPair(t, a, s.rougeL)
-            for t, a, s in zip(match.truths, match.texts, match.scores, strict=True)
-        ),
+        pairs=match.pairs,
     )
     return _with_tokens(scores, chain(*match.answers), truths, model)
 

@@ -57,7 +57,6 @@ def check_server(experiment: Experiment, model: LanguageModel) -> None:
         )
     setting = ModeSetting(
         sees=experiment.sees,
-        clients=experiment.clients_per_round,
         local=experiment.local_training,
         sent=frozenset().union(*captured_parameters(experiment, model)),
     )

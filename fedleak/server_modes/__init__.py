@@ -39,13 +39,11 @@ class ModeSetting:
 
     Attributes:
         sees: What the server sees: each client's update, or the sum of a round's.
-        clients: Clients of a round.
         local: How clients train, their defenses aside.
         sent: Names of the parameters that clients send.
     """
 
     sees: Sight
-    clients: int
     local: LocalTraining
     sent: frozenset[str]
 

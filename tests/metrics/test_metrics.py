@@ -15,9 +15,8 @@ from rouge_score.rouge_scorer import RougeScorer
 from scipy.stats import beta, binomtest
 
 from fedleak.audit.metrics import intervals
-from fedleak.audit.metrics.matching import assign
+from fedleak.audit.metrics.matching import assign, overlap
 from fedleak.audit.metrics.rouge import Rouge, mean, rouge
-from fedleak.audit.metrics.tokens import overlap
 from fedleak.audit.metrics.utility import evaluate
 from fedleak.models import CAUSAL_LM
 
@@ -89,7 +88,7 @@ def test_the_mean_is_of_each_score():
 @given(st.integers(0, 5), st.integers(1, 5), st.integers(0, 10**6))
 def test_the_assignment_is_the_best_of_all(answers, truths, seed):
     table = np.random.default_rng(seed).integers(0, 6, (truths, answers)).astype(float)
-    chosen = assign(range(answers), range(truths), lambda a, t: table[t, a])
+    chosen = assign(answers, truths, lambda a, t: table[t, a])
     used = [a for a in chosen if a is not None]
     assert len(chosen) == truths
     assert len(used) == len(set(used)) == min(answers, truths)

@@ -52,7 +52,7 @@ def training(**changes) -> LocalTraining:
 
 def setting_of(model, sees, local=None):
     sent = frozenset(model.trained())
-    return ModeSetting(sees=sees, clients=4, local=local or training(), sent=sent)
+    return ModeSetting(sees=sees, local=local or training(), sent=sent)
 
 
 def public(model, count=8):

@@ -35,7 +35,7 @@ def setting(model, sent=None):
         kind=UpdateKind.GRADIENT, batch_size=2, epochs=1, learning_rate=0.1, dropout=False
     )
     sent = frozenset(model.trained()) if sent is None else sent
-    return ModeSetting(sees="updates", clients=2, local=local, sent=sent)
+    return ModeSetting(sees="updates", local=local, sent=sent)
 
 
 @pytest.mark.core

@@ -4,9 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fedleak import attacks
-from fedleak.audit.gate.abstentions import with_abstentions
 from fedleak.audit.gate.check import Check, untold
-from fedleak.audit.gate.control import control_checks
+from fedleak.audit.gate.control import control_checks, with_abstentions
 from fedleak.audit.gate.evidence import complete, figures, gather, genuine, own
 from fedleak.audit.gate.limits import LEAKS, MEMBERSHIP, limit_checks
 from fedleak.audit.gate.measured import measured_checks, required_checks

@@ -1,7 +1,7 @@
 """What canaries measured of a run's privacy, in words that say what they assume."""
 
 from fedleak.report.table import Table, cells, figures
-from fedleak.report.words import few_digits
+from fedleak.report.words import few_digits, percent
 from fedleak.store.run import EVERYONE
 from fedleak.store.summaries import CanaryBound, CanarySummary
 
@@ -24,9 +24,7 @@ def canary_table(summary: CanarySummary) -> Table:
     headings = ("accounted epsilon", "if Gaussian", "f-DP", "assumes nothing", "canaries")
     notes = [
         f"Lower bounds on epsilon at delta {summary.delta:g}, from canaries in the updates. Each "
-        f"column holds in all its lines at once with {summary.confidence:.0%} confidence.".replace(
-            "%", " %"
-        ),
+        f"column holds in all its lines at once with {percent(summary.confidence)} confidence.",
         "If Gaussian: the noise is Gaussian, and canaries are not sampled.",
         "f-DP: the trade-off between the two errors of a guess is that of Gaussian noise.",
         "Assumes nothing: only that coins are fair and independent.",

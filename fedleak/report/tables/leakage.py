@@ -7,7 +7,7 @@ from fedleak.attacks.reconstruction import Status
 from fedleak.audit.pairing import best
 from fedleak.report.table import Cell, Column, Row, Table, Tone, cells, figures, words
 from fedleak.report.words import NOT_MEASURED, number, percent
-from fedleak.store.records import LeakageRow, LedgerRow, text_counts
+from fedleak.store.records import LeakageRow, LedgerRow
 from fedleak.store.run import EVERYONE, Key
 from fedleak.training.privacy import NONE
 from fedleak.util.lists import grouped
@@ -24,12 +24,10 @@ class ReadShare:
     """What the best attack on each text read of one update; None: no answer.
 
     Attributes:
-        texts: How many texts the batch has; None: the truth is not here.
         exact: The share of texts that were read word for word.
         tokens: The mean share of the distinct tokens of a text.
     """
 
-    texts: int | None
     exact: float | None
     tokens: float | None
 
@@ -41,10 +39,8 @@ def by_update(rows: Iterable[LeakageRow]) -> dict[Key, list[LeakageRow]]:
 
 def shares(rows: Sequence[LeakageRow]) -> dict[Key, ReadShare]:
     """Returns what all attacks together read of each update, by round and client."""
-    texts = text_counts(rows)
     return {
         key: ReadShare(
-            texts.get(key),
             _share(of_update, "exact", "exact_match"),
             _share(of_update, "token_recall", "token_recall"),
         )

@@ -2,7 +2,7 @@
 
 from fedleak.report.table import Column, Table, cells, figures, words
 from fedleak.report.tables.canaries import NOTHING, bound
-from fedleak.report.words import counted, interval
+from fedleak.report.words import counted, interval, percent
 from fedleak.store.summaries import Estimate, MembershipFigures, MembershipSummary, RunSummary
 from fedleak.util.lists import first_of
 
@@ -79,7 +79,6 @@ def _by_round(row: MembershipFigures) -> str:
 
 def _notes(summary: MembershipSummary) -> list[str]:
     """Returns what each column says and assumes."""
-    certain = f"{summary.confidence:.0%}".replace("%", " %")
     sentences = [
         "AUC, over all rounds: the chance that a text that was in a client's updates scores higher "
         "than one that was not; 0.5 is chance. The interval is for other clients like these; of "
@@ -94,7 +93,8 @@ def _notes(summary: MembershipSummary) -> list[str]:
             f"corrected for {len(bounded)} scores. Which of a pair was in was decided before "
             "training, with the seed, when texts were held out.",
             f"Epsilon at least: at delta {summary.delta:g}, for replacing a text by another, over "
-            f"all rounds that are scored; all lines hold at once with {certain} confidence. It "
+            f"all rounds that are scored; all lines hold at once with "
+            f"{percent(summary.confidence)} confidence. It "
             "assumes nothing of the mechanism. A guarantee for adding or removing a text says up "
             "to twice its epsilon of that.",
             f"{NOTHING.capitalize()}: with so many pairs; more of them may see something. It is no "
