@@ -6,7 +6,7 @@ A pair is the same text of the same batch of the same client and round in both r
 of a pair does not depend on how hard the text is, so it reveals smaller changes than two means do.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from pydantic import JsonValue
@@ -36,12 +36,12 @@ from fedleak.store.records import (
     LEDGER,
     MEMBERSHIP,
     LeakageRow,
-    MembershipRow,
     text_counts,
 )
 from fedleak.store.run import Key, Run
 from fedleak.store.summaries import Difference, Estimate
 from fedleak.util.errors import CaptureError, FedleakError
+from fedleak.util.lists import grouped
 
 
 class Means(Record):
@@ -178,12 +178,9 @@ def _shares_of_members(
         run: The run directory.
         keys: The updates that count; None: all of them.
     """
-    by_attack: dict[str, list[MembershipRow]] = defaultdict(list)
-    for row in run.rows(MEMBERSHIP):
-        if keys is None or row.key in keys:
-            by_attack[row.attack].append(row)
+    counted = [row for row in run.rows(MEMBERSHIP) if keys is None or row.key in keys]
     shares = {}
-    for attack, rows in by_attack.items():
+    for attack, rows in grouped(counted, lambda row: row.attack).items():
         named = {AREA: next(iter(rows[0].scores)), CALIBRATED_AREA: CALIBRATED}
         for figure, score in named.items():
             scored = [row for row in rows if score in row.scores]

@@ -221,21 +221,14 @@ class Tally:
 
     def _together(self, rows: Sequence[CanaryRow]) -> list[float]:
         """Returns the scores of a slot's canaries over its rounds [K]."""
-        if self.sampled:
-            ratios = [
-                log_ratios(
-                    row.scores,
-                    self._mu_of_update,
-                    rate=row.rate or 1.0,
-                    steps=row.steps,
-                    numbers=row.numbers,
-                )
-                for row in rows
-            ]
-            scores_TK, scale = np.array(ratios), 1.0
-        else:
-            scores_TK, scale = np.array([row.scores for row in rows]), math.sqrt(len(rows))
-        pooled: list[float] = (scores_TK.sum(0) / scale).tolist()
+        mu, scale = self._mu_of_update, 1.0 if self.sampled else math.sqrt(len(rows))
+        scores_TK = [
+            log_ratios(row.scores, mu, rate=row.rate or 1.0, steps=row.steps, numbers=row.numbers)
+            if self.sampled
+            else np.array(row.scores)
+            for row in rows
+        ]
+        pooled: list[float] = (np.array(scores_TK).sum(0) / scale).tolist()
         return pooled
 
 

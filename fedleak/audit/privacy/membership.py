@@ -40,6 +40,7 @@ from fedleak.store.summaries import (
     RoundFigure,
 )
 from fedleak.training.truth import GroundTruth
+from fedleak.util.lists import grouped
 
 CONFIDENCE = 0.95
 """The confidence with which the bounds of all attacks and scores hold."""
@@ -214,6 +215,8 @@ def _figures(
         if (share := found_where(members, controls, accused, largest)) is not None
     }
     differences, coins = _pairs(rows, texts)
+    # How much members score above their partners.
+    raised = [d if first else -d for d, first in zip(differences, coins, strict=True)]
     return MembershipFigures(
         attack=attack,
         score=score,
@@ -229,7 +232,7 @@ def _figures(
         pairs=len(coins),
         no_bound=unfair,
         assumes=None if unfair else _assumed(experiment),
-        p=None if unfair else min(1.0, cells * _by_chance(differences, coins)),
+        p=None if unfair else min(1.0, cells * intervals.sign_test(raised)),
         epsilon=None if unfair else pair_bound(differences, coins, (1 - CONFIDENCE) / cells, delta),
     )
 
@@ -275,18 +278,13 @@ def _by_round(rows: Sequence[MembershipRow], score: str) -> tuple[RoundFigure, .
 
 def _shares_of_members(texts: Mapping[tuple[int, int], _Text]) -> dict[tuple[int, int], float]:
     """Returns for each member, by client and number, the share of controls that score lower."""
-    members: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    controls: dict[int, list[float]] = defaultdict(list)
-    for (client, number), text in texts.items():
-        if text.inside:
-            members[client].append((client, number))
-        else:
-            controls[client].append(text.score)
     shares: dict[tuple[int, int], float] = {}
-    for client, names in members.items():
-        if controls[client]:
-            won = shares_won([texts[name].score for name in names], controls[client])
-            shares |= zip(names, won, strict=True)
+    for names in grouped(texts, lambda name: name[0]).values():
+        members = [name for name in names if texts[name].inside]
+        controls = [texts[name].score for name in names if not texts[name].inside]
+        if members and controls:
+            won = shares_won([texts[name].score for name in members], controls)
+            shares |= zip(members, won, strict=True)
     return shares
 
 
@@ -332,14 +330,6 @@ def found_where(
         low=lower.low,
         high=upper.high,
         of_clients=MeanOfClients(mean=means[0], low=lows[1], high=highs[2]),
-    )
-
-
-def _by_chance(differences: Sequence[float], coins: Sequence[bool]) -> float:
-    """Returns the p for members being as likely to score above their partners as below them."""
-    pairs = zip(differences, coins, strict=True)
-    return intervals.sign_test(
-        [difference if first else -difference for difference, first in pairs]
     )
 
 

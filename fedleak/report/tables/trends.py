@@ -1,16 +1,16 @@
 """What was read over the runs of a folder, by their dates, and over their rounds."""
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fedleak.audit.pairing import best
+from fedleak.audit.pairing import Text, best
 from fedleak.report.table import Table, cells, figures, words
 from fedleak.report.tables.attacks import FIGURES, shown
 from fedleak.report.words import INTERVALS, NOT_MEASURED, few_digits, number, starred
 from fedleak.store.records import LEAKAGE, LeakageRow
 from fedleak.store.run import Run
 from fedleak.store.summaries import SUMMARY, RunSummary
+from fedleak.util.lists import grouped
 
 READ = ("exact_match", "rougeL", "personal_data")
 """Figures of what was read in a run."""
@@ -85,14 +85,11 @@ def _over_runs(runs: Sequence[Dated]) -> Table:
 
 
 def _over_rounds(runs: Sequence[Dated]) -> Table:
-    of_runs: list[dict[int, list[float]]] = []
-    for run in runs:
-        of_rounds: dict[int, list[float]] = defaultdict(list)
-        for text, exact in best(run.rows, "exact").items():
-            of_rounds[text.key.round].append(100 * exact)
-        of_runs.append(of_rounds)
+    of_runs = [
+        grouped(best(run.rows, "exact").items(), lambda read: read[0].key.round) for run in runs
+    ]
     means = [
-        [str(round), *(number(_mean(of_rounds.get(round))) for of_rounds in of_runs)]
+        [str(round), *(number(_mean(of_rounds.get(round, ()))) for of_rounds in of_runs)]
         for round in sorted({round for of_rounds in of_runs for round in of_rounds})
     ]
     return Table(
@@ -103,5 +100,5 @@ def _over_rounds(runs: Sequence[Dated]) -> Table:
     )
 
 
-def _mean(values: Sequence[float] | None) -> float | None:
-    return sum(values) / len(values) if values else None
+def _mean(read: Sequence[tuple[Text, float]]) -> float | None:
+    return sum(100 * exact for _, exact in read) / len(read) if read else None
