@@ -113,6 +113,9 @@ class Progress(NamedTuple):
 OnProgress = Callable[[int, Progress], None]
 """(index of the observation, how far the attack is with it) -> None."""
 
+Show = Callable[[Progress], None]
+"""How far an attack is with its only observation -> None."""
+
 
 @runtime_checkable
 class Equipped(Attack, Protocol):
@@ -224,7 +227,7 @@ class OneByOne(ABC):
         model: LanguageModel,
         *,
         rng: torch.Generator,
-        on_progress: Callable[[Progress], None] = lambda progress: None,
+        on_progress: Show = lambda progress: None,
     ) -> Reconstruction:
         """Returns what the attack reads out of the observation."""
 

@@ -61,7 +61,7 @@ _SMALL = 1e-3
 """A tensor below this fraction of the update's norm counts as this large: some are zero."""
 
 
-Proof = TypeVar("Proof")
+Kept = TypeVar("Kept")
 
 
 class Units(NamedTuple):
@@ -89,6 +89,13 @@ class Pull(NamedTuple):
 
     unit: Units
     kappa_C: Tensor
+
+
+class Proof(NamedTuple):
+    """How hard a sequence pulls at the observed gradient, and its part of it by name."""
+
+    pull: Pull
+    gradient: dict[str, Tensor]
 
 
 class Member(NamedTuple):
@@ -140,12 +147,16 @@ def close(model: LanguageModel, ids: Sequence[int]) -> tuple[int, ...]:
     return (*ids, *end)
 
 
+def opened(model: LanguageModel, ids: Sequence[int]) -> tuple[int, ...]:
+    """Returns a sequence without the last target that `close` gave it."""
+    return tuple(ids[: len(ids) - len(close(model, ()))])
+
+
 def units(
     model: LanguageModel, sequences: Sequence[Sequence[int]], names: Sequence[str]
 ) -> list[Units]:
     """Returns the gradients of each sequence with respect to the parameters of these names."""
-    own = dict(model.module.named_parameters())
-    parameters = [own[name] for name in names]
+    parameters = [model.module.get_parameter(name) for name in names]
     closed = [close(model, ids) for ids in sequences]
     sequence_units = []
     with torch.enable_grad():
@@ -169,6 +180,25 @@ def units(
             logits_C = None if logits_BC is None else logits_BC[i].detach()
             sequence_units.append(Units(tuple(ids), logits_C, by_name))
     return sequence_units
+
+
+def proof_of(
+    unit: Units, system_XU: Tensor, target_X: Tensor, room: Tensor | float
+) -> Proof | None:
+    """Returns a sequence's part of an update, if its gradients explain some numbers of it.
+
+    Args:
+        unit: The sequence.
+        system_XU: These numbers of its gradients.
+        target_X: These numbers of the update.
+        room: The largest norm of what they may leave.
+    """
+    kappa_U = torch.linalg.lstsq(system_XU, target_X[:, None]).solution[:, 0]
+    if not (target_X - system_XU @ kappa_U).norm() <= room:
+        return None
+    weighted = list(zip(kappa_U.tolist(), unit.gradients, strict=True))
+    gradient = {name: sum(w * g[name] for w, g in weighted) for name in unit.gradients[0]}
+    return Proof(Pull(unit._replace(gradients=[]), kappa_U), gradient)
 
 
 def member(model: LanguageModel, unit: Units, kappa_C: Tensor, batch_size: int) -> Member | None:
@@ -446,23 +476,23 @@ Texts = Mapping[tuple[int, ...], int]
 """How often each sequence is in a batch, by its tokens."""
 
 
-class Proofs(Generic[Proof]):
+class Proofs(Generic[Kept]):
     """The last proofs, so that a check of an attack's answer need not repeat the attack's proof.
 
     A proof counts only for the same observation and network, with all tensors as they were.
     """
 
     def __init__(self) -> None:
-        self._kept: deque[tuple[Any, Any, list[tuple[int, int | None]], Texts, Proof]]
+        self._kept: deque[tuple[Any, Any, list[tuple[int, int | None]], Texts, Kept]]
         self._kept = deque(maxlen=64)
 
-    def keep(self, model: LanguageModel, seen: Observation, texts: Texts, proof: Proof) -> None:
+    def keep(self, model: LanguageModel, seen: Observation, texts: Texts, proof: Kept) -> None:
         """Keeps a new proof, unless torch does not count the writes to one of the tensors."""
         now = self._written(model, seen)
         if all(count is not None for _, count in now):
             self._kept.append((weakref.ref(seen), weakref.ref(model.module), now, texts, proof))
 
-    def get(self, model: LanguageModel, seen: Observation, texts: Texts) -> Proof | None:
+    def get(self, model: LanguageModel, seen: Observation, texts: Texts) -> Kept | None:
         """Returns the proof of these texts, if it is kept."""
         now = self._written(model, seen)
         for about, module, before, proved, proof in self._kept:
@@ -699,8 +729,8 @@ def difference(
         for label, count in enumerate(member.counts or (times,)):
             batch += [(close(model, member.ids), label)] * count
     counts = target_counts(model, [ids for ids, _ in batch])
-    own, observed = dict(model.module.named_parameters()), as_gradient(seen)
-    parameters = [own[name] for name in observed]
+    observed = as_gradient(seen)
+    parameters = [model.module.get_parameter(name) for name in observed]
     size = max(1, TOKENS_AT_ONCE // max(len(ids) for ids, _ in batch))
     gradients: list[Tensor] = []
     done = 0

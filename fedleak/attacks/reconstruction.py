@@ -1,7 +1,7 @@
 """What an attack returns: its answer, its own evidence, and whether that proves it."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -53,7 +53,16 @@ class Reconstruction:
     verified: bool = False
     reason: str = ""
 
+    def with_diagnostics(self, **more: Any) -> "Reconstruction":
+        """Returns the answer with more diagnostics."""
+        return replace(self, diagnostics={**self.diagnostics, **more})
+
     @classmethod
     def none(cls, status: Status, reason: str, **diagnostics: Any) -> "Reconstruction":
         """Returns an answer that holds nothing, and why."""
         return cls(status=status, diagnostics=diagnostics, reason=reason)
+
+
+def tokens_of(sequences: Iterable[Iterable[int]]) -> tuple[int, ...]:
+    """Returns the distinct tokens of sequences, in rising order."""
+    return tuple(sorted({token for ids in sequences for token in ids}))

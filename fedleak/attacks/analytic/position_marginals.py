@@ -41,10 +41,10 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedleak.attacks import AttackSetting, certificate
+from fedleak.attacks import AttackSetting, Show, certificate
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.reconstruction import Reconstruction, Status
-from fedleak.attacks.subspace.answer import Reading
+from fedleak.attacks.subspace.answer import Reader, Reading
 from fedleak.models import LanguageModel
 from fedleak.training.observation import Observation
 
@@ -126,7 +126,7 @@ class Solution(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PositionMarginals:
+class PositionMarginals(Reader):
     """One text in closed form from the word and position embeddings' gradients, dropout or not.
 
     Attributes:
@@ -153,22 +153,18 @@ class PositionMarginals:
         names = (family.word_embedding, family.position_embedding, *family.classifier)
         return frozenset(name for name in names if name is not None)
 
-    def __call__(
-        self, seen: Observation, model: LanguageModel, *, rng: torch.Generator
-    ) -> Reconstruction:
-        """Returns the text that the two tables leave, or the words of a batch at their places."""
-        return self.reading(seen, model).answer
-
     @torch.no_grad()
-    def reading(self, seen: Observation, model: LanguageModel) -> Reading:
-        """Returns the answer, and whether it is the only text that the tables admit."""
+    def reading(
+        self, seen: Observation, model: LanguageModel, rng: torch.Generator, on_progress: Show
+    ) -> Reading:
+        """Returns the text that the two tables leave, or the words of a batch at their places."""
         family, tensors = model.family, seen.update.tensors
         assert family.position_embedding is not None
         tables = marginals(
             tensors[family.word_embedding], tensors[family.position_embedding], model.tied
         )
         if isinstance(tables, str):
-            return Reading(Reconstruction.none(Status.ABSTAINED, tables))
+            return Reading.none(tables)
         if seen.update.num_examples > 1:
             return Reading(_batch(tables, seen.update.num_examples, model.hidden_size))
         best = min((solved(table) for table in tables), key=lambda solution: solution.excess)
@@ -183,7 +179,7 @@ class PositionMarginals:
                 f"the {places} position rows explain no text: a number of the solution is "
                 f"{best.distance:.2g} from 0 or 1 (noise, Adam, a mask, or more texts than one)"
             )
-            return Reading(Reconstruction.none(Status.ABSTAINED, reason, **numbers))
+            return Reading.none(reason, **numbers)
         verdict = certificate.judge(model, [best.ids], seen, Clock(self.seconds))
         # Where dropout may be on, it is the usual reason why a right text is not proved.
         refuted = (
@@ -200,7 +196,7 @@ class PositionMarginals:
             verified=verdict.verified,
             reason=verdict.remark() if verdict.verified else _NOT_PROVED[determined],
         )
-        return Reading(answer, (best.ids,), settled=determined)
+        return Reading.of(answer, settled=determined)
 
 
 _NOT_PROVED = {

@@ -37,7 +37,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedleak.attacks import AttackSetting, OneByOne, Progress, certificate
+from fedleak.attacks import AttackSetting, Show, certificate
 from fedleak.attacks.analytic.query_equations import (
     SOLVED,
     Candidates,
@@ -49,9 +49,9 @@ from fedleak.attacks.analytic.query_equations import (
     relaxed,
 )
 from fedleak.attacks.clock import Clock
-from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.attacks.subspace.answer import (
     Judged,
+    Reader,
     Reading,
     by_excess,
     distinct,
@@ -93,7 +93,7 @@ _DEARER = 4
 
 
 @dataclass(frozen=True)
-class QueryGradients(OneByOne):
+class QueryGradients(Reader):
     """Whole texts of a batch, however long, each from the gradient at one word's query.
 
     Attributes:
@@ -128,36 +128,20 @@ class QueryGradients(OneByOne):
         tables = (family.word_embedding, family.position_embedding)
         return frozenset((*tables, *family.attention_parameters(0)))
 
-    def __call__(
-        self,
-        seen: Observation,
-        model: LanguageModel,
-        *,
-        rng: torch.Generator,
-        on_progress: Callable[[Progress], None] = lambda progress: None,
-    ) -> Reconstruction:
-        """Returns the texts that the equations of their words leave."""
-        return self.reading(seen, model, on_progress=on_progress).answer
-
     @torch.no_grad()
     def reading(
-        self,
-        seen: Observation,
-        model: LanguageModel,
-        *,
-        on_progress: Callable[[Progress], None] = lambda progress: None,
+        self, seen: Observation, model: LanguageModel, rng: torch.Generator, on_progress: Show
     ) -> Reading:
-        """Returns the answer, and what of it is certain."""
+        """Returns the texts that the equations of their words leave."""
         clock, tell = Clock(self.seconds), telling(on_progress, model)
         if not certificate.is_linear(seen):
-            reason = "needs one gradient without dropout, and the update is none"
-            return Reading(Reconstruction.none(Status.ABSTAINED, reason))
+            return Reading.none("needs one gradient without dropout, and the update is none")
         observed, size = certificate.as_gradient(seen), seen.update.num_examples
         needed = self._needed(AttackSetting.of(seen, model))
         whole = left = {name: observed[name] for name in observed if name in needed}
         first = parts = split(model, whole, whole)
         if isinstance(first, str):
-            return Reading(Reconstruction.none(Status.ABSTAINED, first))
+            return Reading.none(first)
         read: dict[tuple[int, ...], Text] = {}
         proved: list[Text] = []
         pulls: list[certificate.Pull] = []
@@ -200,12 +184,11 @@ class QueryGradients(OneByOne):
                     "tries": tries,
                     "proved": len(members),
                 },
-                **({"time_up": True} if clock.rang else {}),
+                **clock.late(),
             },
             reason="" if proved else "nothing proved: texts whose words' equations fail least",
         )
-        sequences = answer.sequences or ()
-        return Reading(answer, sequences, tuple(members), tokens, counted.scale)
+        return Reading.of(answer, members=tuple(members), tokens=tokens, scale=counted.scale)
 
 
 @dataclass(frozen=True)
@@ -222,13 +205,6 @@ class Text(Judged):
     def solved(self) -> bool:
         """Whether the equations of most of its words hold."""
         return self.excess < SOLVED
-
-
-class Proof(NamedTuple):
-    """How hard a text pulls at the update, and its part of the update by name."""
-
-    pull: certificate.Pull
-    gradient: dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -522,7 +498,7 @@ def explained(
     model: LanguageModel,
     left: Mapping[str, Tensor],
     whole: Mapping[str, Tensor],
-) -> Proof | None:
+) -> certificate.Proof | None:
     """Returns a text's part of the update, if its own gradient explains the rows of its words.
 
     Args:
@@ -537,15 +513,5 @@ def explained(
     words = parts.equations.ids_N[list(text.once)].to(model.device)
     rows_XC = torch.stack([gradient[name][words].flatten() for gradient in unit.gradients], 1)
     rows_XC, target_X = rows_XC.double(), left[name][words].flatten().double()
-    kappa_C = torch.linalg.lstsq(rows_XC, target_X[:, None]).solution[:, 0]
-    if (
-        not (target_X - rows_XC @ kappa_C).norm()
-        <= certificate.PRECISION * whole[name][words].norm()
-    ):
-        return None
-    weights = kappa_C.tolist()
-    gradient = {
-        name: sum(w * g[name] for w, g in zip(weights, unit.gradients, strict=True))
-        for name in left
-    }
-    return Proof(certificate.Pull(unit._replace(gradients=[]), kappa_C), gradient)
+    room = certificate.PRECISION * whole[name][words].norm()
+    return certificate.proof_of(unit, rows_XC, target_X, room)

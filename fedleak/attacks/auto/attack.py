@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 import torch
 from pydantic import AfterValidator, Field
 
-from fedleak.attacks import AttackSetting, OneByOne, Progress, Step, certificate, replay
+from fedleak.attacks import AttackSetting, OneByOne, Progress, Show, Step, certificate, replay
 from fedleak.attacks import clock as timing
 from fedleak.attacks.analytic.position_marginals import PositionMarginals
 from fedleak.attacks.analytic.query_gradients import QueryGradients
@@ -27,14 +27,14 @@ from fedleak.attacks.auto.maximum_likelihood import MaximumLikelihood, is_blurre
 from fedleak.attacks.auto.peeling import occurrences, peel
 from fedleak.attacks.auto.sharpening import Ids, Labelled, sharpened
 from fedleak.attacks.clock import Clock
-from fedleak.attacks.matching.batch_structure import Clues, frame
+from fedleak.attacks.matching.batch_structure import Clues
 from fedleak.attacks.matching.lamp import Lamp
-from fedleak.attacks.reconstruction import Reconstruction, Status
+from fedleak.attacks.reconstruction import Reconstruction, Status, tokens_of
 from fedleak.attacks.subspace.answer import Reading
 from fedleak.attacks.subspace.dager import Dager
 from fedleak.attacks.subspace.keyspan import Keyspan
 from fedleak.attacks.subspace.state_pursuit import StatePursuit
-from fedleak.models import CLASSIFICATION, LanguageModel, absolute
+from fedleak.models import LanguageModel, absolute
 from fedleak.models import prior as priors
 from fedleak.models.family import lora_a
 from fedleak.training.observation import Observation
@@ -190,7 +190,7 @@ class Auto(OneByOne):
         model: LanguageModel,
         *,
         rng: torch.Generator,
-        on_progress: Callable[[Progress], None] = lambda progress: None,
+        on_progress: Show = lambda progress: None,
     ) -> Reconstruction:
         """Returns the batch that explains the update best, of all that the attacks read."""
         attempt = _Attempt(self, seen, model, rng, on_progress)
@@ -214,7 +214,7 @@ class _Attempt:
         seen: Observation,
         model: LanguageModel,
         rng: torch.Generator,
-        on_progress: Callable[[Progress], None],
+        on_progress: Show,
     ) -> None:
         self._clock, self._settings = Clock(settings.seconds), settings
         self._seen, self._model, self._rng, self._on_progress = seen, model, rng, on_progress
@@ -295,8 +295,8 @@ class _Attempt:
         self._replaying -= timing.now() - begun
         if made is None or not made.verified:
             return reading
-        diagnostics = {**reading.answer.diagnostics, **made.diagnostics()}
-        answer = replace(reading.answer, verified=True, reason="", diagnostics=diagnostics)
+        answer = reading.answer.with_diagnostics(**made.diagnostics())
+        answer = replace(answer, verified=True, reason="")
         return reading._replace(answer=answer, sequences=batch)
 
     def _suits(self, attack: Single) -> bool:
@@ -429,7 +429,7 @@ class _Attempt:
         return replace(
             answer,
             sequences=sequences,
-            tokens=_tokens(sequences),
+            tokens=tokens_of(sequences),
             diagnostics={**answer.diagnostics, **own, **self._common_diagnostics()},
         )
 
@@ -459,7 +459,7 @@ class _Attempt:
             status=Status.RECOVERED,
             sequences=closed,
             evidence=tuple(0.0 if verified else choice.evidence.get(ids, 0.0) for ids in batch),
-            tokens=_tokens(closed),
+            tokens=tokens_of(closed),
             diagnostics={
                 **diagnostics,
                 **verdict.diagnostics(),
@@ -505,11 +505,6 @@ class _Attempt:
         return certificate.judge(self._model, batch, self._seen, self._clock)
 
 
-def _tokens(sequences: Sequence[Ids]) -> tuple[int, ...]:
-    """Returns the distinct tokens of sequences."""
-    return tuple(sorted({token for ids in sequences for token in ids}))
-
-
 _NOT_PROVED = {
     True: "nothing proved: the likeliest sequences",
     False: "nothing proved: guesses that explain no more than random texts do",
@@ -522,7 +517,7 @@ def read_with(
     model: LanguageModel,
     clues: Clues,
     rng: torch.Generator,
-    on_progress: Callable[[Progress], None],
+    on_progress: Show,
 ) -> Reading:
     """Runs an attack of the ensemble.
 
@@ -537,26 +532,15 @@ def read_with(
         rng: A random stream.
         on_progress: Called with the progress.
     """
-    if isinstance(attack, PositionMarginals):
-        return attack.reading(seen, model)
     if isinstance(attack, MaximumLikelihood):
-        return attack.reading(seen, model, on_progress, clues.sequences)
-    if isinstance(attack, QueryGradients):
-        return attack.reading(seen, model, on_progress=on_progress)
-    if isinstance(attack, Keyspan):
-        return attack.reading(seen, model, rng=rng, on_progress=on_progress)
-    if isinstance(attack, Dager):
-        answer = attack(seen, model, rng=rng, on_progress=on_progress)
-        return Reading(answer, answer.sequences or ())
-    if isinstance(attack, StatePursuit):
-        answer = attack(seen, model, rng=rng, on_progress=on_progress)
-        end = len(frame(model).last)
-        return Reading(answer, tuple(ids[: len(ids) - end] for ids in answer.sequences or ()))
+        return attack.reading(seen, model, rng, on_progress, clues.sequences)
+    if not isinstance(attack, Lamp):
+        return attack.reading(seen, model, rng, on_progress)
     whole = replace(
         clues, sequences=tuple(certificate.close(model, ids) for ids in clues.sequences)
     )
     (match,) = attack.matches(
         [seen], model, rngs=[rng], report=lambda _, how: on_progress(how), clues=[whole]
     )
-    end = 0 if model.task == CLASSIFICATION else len(frame(model).last)
-    return match._replace(sequences=tuple(ids[: len(ids) - end] for ids in match.sequences))
+    opened = tuple(certificate.opened(model, ids) for ids in match.sequences)
+    return match._replace(sequences=opened)

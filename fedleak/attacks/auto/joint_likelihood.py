@@ -29,7 +29,7 @@ Shapes: B texts, T places, D hidden size, V words, X numbers of all tensors that
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedleak.attacks import Progress
+from fedleak.attacks import Progress, Show
 from fedleak.attacks.analytic.placed_words import PlacedWords, placed_words
 from fedleak.attacks.auto.evidence import gradients_of
 from fedleak.attacks.clock import Clock
@@ -330,7 +330,7 @@ class UnderAttack:
 class Search(UnderAttack):
     """Seeks all texts at once."""
 
-    def run(self, state: State, on_progress: Callable[[Progress], None]) -> State:
+    def run(self, state: State, on_progress: Show) -> State:
         """Returns the texts that explain the update best, beginning with some."""
         best, judgement = state, self.joint(state)
         stalls, sweep = 0, 0

@@ -48,7 +48,7 @@ Shapes: V words, T places, D hidden size, N texts, C labels, X numbers of a tens
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Annotated, Any, ClassVar, NamedTuple
@@ -57,7 +57,7 @@ import torch
 from pydantic import AfterValidator, Field
 from torch import Tensor
 
-from fedleak.attacks import AttackSetting, OneByOne, Progress, certificate
+from fedleak.attacks import AttackSetting, Progress, Show, certificate
 from fedleak.attacks.analytic.embedding_rows import above_noise
 from fedleak.attacks.analytic.label_counts import label_counts
 from fedleak.attacks.auto.coarseness import EXACT, Coarseness, coarseness
@@ -69,8 +69,8 @@ from fedleak.attacks.clock import Clock
 from fedleak.attacks.matching.batch_structure import Frame, frame
 from fedleak.attacks.matching.factored_gradients import BatchGradients
 from fedleak.attacks.matching.gradient_distance import Gradient
-from fedleak.attacks.reconstruction import Reconstruction, Status
-from fedleak.attacks.subspace.answer import Reading
+from fedleak.attacks.reconstruction import Reconstruction, Status, tokens_of
+from fedleak.attacks.subspace.answer import Reader, Reading
 from fedleak.attacks.subspace.pooled_span import SIGMAS, PooledSpan
 from fedleak.models import CLASSIFICATION, LanguageModel, absolute
 from fedleak.models import prior as priors
@@ -189,7 +189,7 @@ class Guess(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MaximumLikelihood(OneByOne):
+class MaximumLikelihood(Reader):
     """Texts under noise, or one in few bits, by their likelihood.
 
     Attributes:
@@ -222,31 +222,19 @@ class MaximumLikelihood(OneByOne):
             return f"needs {' and '.join(sorted(missing))}, and clients send none: see update.share"
         return None
 
-    def __call__(
-        self,
-        seen: Observation,
-        model: LanguageModel,
-        *,
-        rng: torch.Generator,
-        on_progress: Callable[[Progress], None] = lambda progress: None,
-    ) -> Reconstruction:
-        """Returns the most probable text that was found."""
-        return self.reading(seen, model, on_progress).answer
-
     @torch.no_grad()
     def reading(
         self,
         seen: Observation,
         model: LanguageModel,
-        on_progress: Callable[[Progress], None] = lambda progress: None,
+        rng: torch.Generator,
+        on_progress: Show,
         others_read: Sequence[Ids] = (),
     ) -> Reading:
-        """Returns the answer, and whether nothing but noise is left beside it.
+        """Returns the most probable text, and whether nothing but noise is left beside it.
 
         Args:
-            seen: What the server sees.
-            model: At the broadcast weights.
-            on_progress: Called with the progress.
+            seen, model, rng, on_progress: As in a call.
             others_read: Texts that other attacks read of a batch.
         """
         clock = Clock(self.seconds)
@@ -260,7 +248,7 @@ class MaximumLikelihood(OneByOne):
         elif size > MOST_TEXTS:
             noise = f"it reads at most {MOST_TEXTS} texts together, and this is of {size}"
         if isinstance(noise, str):
-            return Reading(Reconstruction.none(Status.ABSTAINED, noise))
+            return Reading.none(noise)
         coarse = coarseness(seen, names)
         if size > 1:
             return self._batch(seen, model, noise, coarse, on_progress, others_read, clock)
@@ -270,7 +258,7 @@ class MaximumLikelihood(OneByOne):
         )
         if rows is None:
             reason = f"no position's row stands out of the noise, of {noise:.2g}"
-            return Reading(Reconstruction.none(Status.ABSTAINED, reason, noise_scale=noise))
+            return Reading.none(reason, noise_scale=noise)
         behind = {name: observed[name] for name in sorted(names)}
         head = Head(model, behind, noise, coarse)
         prior = None if self.prior is None else priors.load(self.prior, model)
@@ -280,7 +268,7 @@ class MaximumLikelihood(OneByOne):
         numbers: dict[str, Any] = {"noise_scale": noise, "time_up": search.clock.rang}
         if best is None:
             reason = "time was up before a text was complete: raise seconds"
-            return Reading(Reconstruction.none(Status.ABSTAINED, reason, **numbers))
+            return Reading.none(reason, **numbers)
         others = [guess.excess for ids, guess in search.judged.items() if ids != best.ids]
         nearest = min(others, default=None)
         accepted = best.excess < SIGMAS
@@ -293,7 +281,7 @@ class MaximumLikelihood(OneByOne):
             status=Status.RECOVERED,
             sequences=(best.ids,),
             evidence=(0.0 if verdict.verified else max(best.excess, 0.0),),
-            tokens=tuple(sorted(set(best.ids))),
+            tokens=tokens_of([best.ids]),
             diagnostics=numbers
             | {"likely": [likely], "excess": best.excess, "nearest": nearest}
             | {"label": best.label, "tried": len(others) + 1}
@@ -301,7 +289,7 @@ class MaximumLikelihood(OneByOne):
             verified=verdict.verified,
             reason=verdict.remark() if verdict.verified else _REASONS[likely, accepted],
         )
-        return Reading(answer, (best.ids,), settled=likely)
+        return Reading.of(answer, settled=likely)
 
     def _batch(
         self,
@@ -309,7 +297,7 @@ class MaximumLikelihood(OneByOne):
         model: LanguageModel,
         noise: float,
         coarse: Coarseness,
-        on_progress: Callable[[Progress], None],
+        on_progress: Show,
         others_read: Sequence[Ids],
         clock: Clock,
     ) -> Reading:
@@ -327,7 +315,7 @@ class MaximumLikelihood(OneByOne):
             placed = table(joint.word_VD, joint.place_PD, around, special)
             reason = f"no position's row stands out of the noise, of {noise:.2g}"
         if placed is None:
-            return Reading(Reconstruction.none(Status.ABSTAINED, reason, noise_scale=noise))
+            return Reading.none(reason, noise_scale=noise)
         prior = None if self.prior is None else priors.load(self.prior, model)
         span = PooledSpan(model, observed, noise, seen.update.num_examples)
         half = clock.part(2)
@@ -345,7 +333,7 @@ class MaximumLikelihood(OneByOne):
             status=Status.RECOVERED,
             sequences=texts,
             evidence=(excess,) * len(texts),
-            tokens=tuple(sorted({token for ids in texts for token in ids})),
+            tokens=tokens_of(texts),
             diagnostics={
                 "noise_scale": noise,
                 "time_up": clock.rang or half.rang,
@@ -357,7 +345,7 @@ class MaximumLikelihood(OneByOne):
             reason=_REASONS[all(likely), judgement.excess < SIGMAS],
         )
         # Nobody else reads more of it, or tells what is likely.
-        return Reading(answer, texts, settled=True)
+        return Reading.of(answer, settled=True)
 
 
 def behind_layers(setting: AttackSetting) -> frozenset[str]:
@@ -637,7 +625,7 @@ class _Search:
     judged: dict[Ids, Guess] = field(default_factory=dict)
     compared: bool = False
 
-    def run(self, on_progress: Callable[[Progress], None]) -> Guess | None:
+    def run(self, on_progress: Show) -> Guess | None:
         """Returns the most probable text; None: there was no time for any."""
         states = self._best_of(self._begun())[-_STATES:]
         if not states:

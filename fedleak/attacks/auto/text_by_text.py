@@ -13,13 +13,13 @@ Shapes: T places, V words.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from fedleak.attacks import Progress
+from fedleak.attacks import Progress, Show
 from fedleak.attacks import clock as timing
 from fedleak.attacks.analytic.placed_words import PlacedWords
 from fedleak.attacks.auto.joint_likelihood import Ids, State, UnderAttack, next_words, table
@@ -60,9 +60,7 @@ class TextSearch(UnderAttack):
     _nll: dict[Ids, float] = field(default_factory=dict)
     _of_placed: PlacedWords | None = None
 
-    def run(
-        self, on_progress: Callable[[Progress], None], others_read: Sequence[Ids] = ()
-    ) -> State:
+    def run(self, on_progress: Show, others_read: Sequence[Ids] = ()) -> State:
         """Returns a text for each of the batch.
 
         Args:
@@ -85,7 +83,7 @@ class TextSearch(UnderAttack):
                 state = self._again(state, number)
         return state
 
-    def _take_next(self, on_progress: Callable[[Progress], None]) -> None:
+    def _take_next(self, on_progress: Show) -> None:
         """Takes the next text out of the rows: one that is accepted, or that explains most."""
         climbed, accepted = list[Ids](), None
         for end in self.clock.paced(self._ends()):

@@ -5,7 +5,7 @@ from typing import Any
 
 from fedleak.attacks import AttackSetting, certificate
 from fedleak.attacks.imprinted.checksum import Text
-from fedleak.attacks.reconstruction import Reconstruction, Status
+from fedleak.attacks.reconstruction import Reconstruction, Status, tokens_of
 from fedleak.models import LanguageModel
 from fedleak.server_modes import ServerMode
 from fedleak.training.observation import Observation
@@ -67,7 +67,7 @@ def answered(
         status=Status.RECOVERED,
         sequences=tuple(certificate.close(model, ids) for ids in sequences),
         evidence=tuple(doubts),
-        tokens=tuple(sorted({token for ids in sequences for token in ids})),
+        tokens=tokens_of(sequences),
         diagnostics={
             **numbers,
             **verdict.diagnostics(),

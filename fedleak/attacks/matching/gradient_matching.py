@@ -29,7 +29,7 @@ from fedleak.attacks.matching.gradient_distance import Loss
 from fedleak.attacks.matching.objective import Objective, joint_objective
 from fedleak.attacks.matching.optimizer import Descent, Found, MatchingConfig, Search, Watch
 from fedleak.attacks.matching.victims import Victim, alike, victim_of
-from fedleak.attacks.reconstruction import Reconstruction, Status
+from fedleak.attacks.reconstruction import Reconstruction, Status, tokens_of
 from fedleak.attacks.subspace.answer import Reading
 from fedleak.models import LanguageModel
 from fedleak.models import prior as priors
@@ -186,8 +186,7 @@ class GradientMatching(ABC):
             if victim.observed:
                 victims[i] = victim
             else:
-                reason = "every tensor of the update is zero: nothing to match"
-                answers[i] = Reading(Reconstruction.none(Status.ABSTAINED, reason))
+                answers[i] = Reading.none("every tensor of the update is zero: nothing to match")
         waiting = len(victims)
         for group in alike(victims, self.starts_of_each, model.device):
             chosen = {i: victims[i] for i in group}
@@ -246,8 +245,7 @@ class GradientMatching(ABC):
         rows = rows_in_time(group, self.starts_of_each, step, clock)
         if not rows:
             reason = f"no step of the search ends in seconds = {self.seconds:g}: give it more"
-            late = Reconstruction.none(Status.ABSTAINED, reason, time_up=True)
-            return dict.fromkeys(victims, Reading(late))
+            return dict.fromkeys(victims, Reading.none(reason, time_up=True))
         of_row, rng_R = [of_row[r] for r in rows], [rng_R[r] for r in rows]
         prior = None if method.prior is None else priors.load(method.prior, model)
         config = starts_in_time(config, step * len(rows), clock)
@@ -270,11 +268,8 @@ class GradientMatching(ABC):
                 chance=float(chance),
                 clock=clock,
             )
-            if watch.rang or clock.rang:
-                reconstruction = replace(
-                    reconstruction, diagnostics={**reconstruction.diagnostics, "time_up": True}
-                )
-            matches[number] = Reading(reconstruction, sequences)
+            late = watch.late() | clock.late()
+            matches[number] = Reading(reconstruction.with_diagnostics(**late), sequences)
         return matches
 
 
@@ -386,7 +381,7 @@ def answer(
         status=Status.RECOVERED,
         sequences=tuple(sequences),
         evidence=(apart,) * len(sequences),
-        tokens=tuple(sorted({token for ids in sequences for token in ids})),
+        tokens=tokens_of(sequences),
         diagnostics={
             "distance": apart,
             "distance_by_chance": chance,

@@ -20,7 +20,7 @@ T tokens of a prefix, D hidden size, H heads, K head size, S sketch columns; X: 
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
@@ -28,11 +28,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedleak.attacks import AttackSetting, OneByOne, Progress, certificate
+from fedleak.attacks import AttackSetting, Show, certificate
 from fedleak.attacks.clock import Clock
-from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.attacks.subspace.answer import (
     Judged,
+    Reader,
+    Reading,
     SpanSearch,
     by_excess,
     ranked,
@@ -60,7 +61,7 @@ _NEAR = ACCEPT**2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dager(OneByOne):
+class Dager(Reader):
     """Exact token sequences from the first two layers' attention gradients.
 
     Attributes:
@@ -105,20 +106,14 @@ class Dager(OneByOne):
         return with_adapters((*inputs, *family.modules(0)["o"])) | second | {*family.classifier}
 
     @torch.no_grad()
-    def __call__(
-        self,
-        seen: Observation,
-        model: LanguageModel,
-        *,
-        rng: torch.Generator,
-        on_progress: Callable[[Progress], None] = lambda progress: None,
-    ) -> Reconstruction:
+    def reading(
+        self, seen: Observation, model: LanguageModel, rng: torch.Generator, on_progress: Show
+    ) -> Reading:
         """Returns the sequences whose every token passes both layers' span checks."""
         clock, tell = Clock(self.seconds), telling(on_progress, model)
         spans = layer_spans(model, certificate.as_gradient(seen))
         if spans is None:
-            return Reconstruction.none(
-                Status.ABSTAINED,
+            return Reading.none(
                 "nothing proved: the gradients' row space has no end above their noise, or holds "
                 f"as many tokens as the hidden size ({model.hidden_size}) or an adapter's rank",
             )
@@ -141,7 +136,7 @@ class Dager(OneByOne):
         seen: Observation,
         model: LanguageModel,
         clock: Clock,
-    ) -> Reconstruction:
+    ) -> Reading:
         """Returns the sequences, with multiplicities and a proof where the gradient gives them."""
         exact = spans.second.exact
         passed = [sentence for sentence in sentences if exact and sentence.excess < ACCEPT]
@@ -154,12 +149,10 @@ class Dager(OneByOne):
             reason = "nothing proved: no sequence passes the second layer's check"
             if clock.rang:
                 reason = f"nothing passed in seconds = {self.seconds:g}: give it more"
-                diagnostics["time_up"] = True
-            return Reconstruction.none(Status.ABSTAINED, reason, **diagnostics)
+            return Reading.none(reason, **diagnostics, **clock.late())
         ids = [sentence.ids for sentence in passed] if self.certify else []
         verdict = certificate.judge(model, ids, seen, clock)
-        if clock.rang:
-            diagnostics["time_up"] = True
+        diagnostics |= clock.late()
         # Only the gradient tells a sequence that begins another, or that occurs twice.
         known = {sentence.ids for sentence in sentences}
         begun = [
@@ -169,9 +162,8 @@ class Dager(OneByOne):
         ]
         # Noise lets any number of them pass.
         sequences = ranked([*sentences, *begun], verdict, seen.update.num_examples)
-        tokens = sorted({token for sequence in sequences for token in sequence.ids})
         reason = "" if passed else "nothing proved: these are the likeliest sequences"
-        return recovered(sequences, verdict, tokens=tokens, diagnostics=diagnostics, reason=reason)
+        return Reading.of(recovered(sequences, verdict, diagnostics=diagnostics, reason=reason))
 
 
 def _nearest_beginning_with(ids: tuple[int, ...], sentences: Iterable[Judged]) -> Judged:

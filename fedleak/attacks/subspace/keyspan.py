@@ -26,20 +26,21 @@ Shapes: N tokens of the bag, A atoms, H heads (of queries, then of keys), K head
 size, C classes; X: any axes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedleak.attacks import AttackSetting, OneByOne, Progress, certificate
+from fedleak.attacks import AttackSetting, Show, certificate
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.attacks.subspace.answer import (
     Judged,
     OnJudged,
+    Reader,
     Reading,
     by_excess,
     distinct,
@@ -76,7 +77,7 @@ _TOGETHER = 32
 
 
 @dataclass(frozen=True)
-class Keyspan(OneByOne):
+class Keyspan(Reader):
     """Whole sentences and the exact token bag from the first attention layer's gradients alone.
 
     Attributes:
@@ -118,27 +119,11 @@ class Keyspan(OneByOne):
         pooled = pooled if setting.task == CLASSIFICATION else []
         return frozenset((*family.attention_parameters(0), *family.classifier, *tables, *pooled))
 
-    def __call__(
-        self,
-        seen: Observation,
-        model: LanguageModel,
-        *,
-        rng: torch.Generator,
-        on_progress: Callable[[Progress], None] = lambda progress: None,
-    ) -> Reconstruction:
-        """Returns the sentences whose keys and queries span the gradients at their tokens."""
-        return self.reading(seen, model, rng=rng, on_progress=on_progress).answer
-
     @torch.no_grad()
     def reading(
-        self,
-        seen: Observation,
-        model: LanguageModel,
-        *,
-        rng: torch.Generator,
-        on_progress: Callable[[Progress], None],
+        self, seen: Observation, model: LanguageModel, rng: torch.Generator, on_progress: Show
     ) -> Reading:
-        """Returns the answer, and what of it is certain."""
+        """Returns the sentences whose keys and queries span the gradients at their tokens."""
         clock, tell = Clock(self.seconds), telling(on_progress, model)
         observed = certificate.as_gradient(seen)
         names = [name for name in model.family.attention_parameters(0) if name in observed]
@@ -151,7 +136,7 @@ class Keyspan(OneByOne):
         passes: list[Targets] = []
         passed: dict[tuple[int, ...], Judged] = {}
         nearest: list[Spanned] = []
-        proofs: list[Proof] = []
+        proofs: list[certificate.Proof] = []
         counted = certificate.Counted([], 1.0)
         while (atoms := make(model, left, whole, among_N=among_N, rng=rng)) is not None:
             passes.append(atoms)
@@ -187,7 +172,7 @@ class Keyspan(OneByOne):
             size = seen.update.num_examples
             dropped = read_dropped(model, observed, size, self.beam, clock, tell)
             if dropped is not None:
-                return _reading_of(dropped, model.hidden_size, time_up=clock.rang)
+                return _reading_of(dropped, model.hidden_size, clock)
         members = [known for known in counted.of_pulls if known]
         first = passes[0] if passes else None
         if mended and isinstance(first, Atoms) and len(members) < seen.update.num_examples:
@@ -202,8 +187,7 @@ class Keyspan(OneByOne):
             answer = self._late(answer)
         # It blurs the bag, too; where a sentence stands out, so does the bag.
         tokens = (answer.tokens or ()) if answer.verified or not answer.reason else ()
-        sequences = answer.sequences or ()
-        return Reading(answer, sequences, tuple(certain), tokens, counted.scale)
+        return Reading.of(answer, members=tuple(certain), tokens=tokens, scale=counted.scale)
 
     def _paired(
         self,
@@ -224,18 +208,7 @@ class Keyspan(OneByOne):
     def _late(self, answer: Reconstruction) -> Reconstruction:
         """Returns an answer that says that time was up."""
         late = f"nothing proved in seconds = {self.seconds:g}: sentences that are here are guesses"
-        return replace(
-            answer,
-            reason=answer.reason and late,
-            diagnostics={**answer.diagnostics, "time_up": True},
-        )
-
-
-class Proof(NamedTuple):
-    """How hard a sentence pulls at the observed gradient, and its part of it by name."""
-
-    pull: certificate.Pull
-    gradient: dict[str, Tensor]
+        return replace(answer.with_diagnostics(time_up=True), reason=answer.reason and late)
 
 
 def seeds_of(atoms: Atoms, special: frozenset[int], batch_size: int) -> list[int]:
@@ -303,7 +276,7 @@ def explain(
     model: LanguageModel,
     names: Sequence[str],
     clock: Clock,
-) -> list[Proof]:
+) -> list[certificate.Proof]:
     """Returns the sentences whose own gradient at their seed explains the observed one.
 
     Args:
@@ -321,19 +294,10 @@ def explain(
         columns = [_at_seed(atoms, model, gradient, sentence.seed) for gradient in unit.gradients]
         system_XC = torch.stack([column.flatten() for column in columns], 1)
         target_X = atoms.target_NHK[sentence.seed].flatten()
-        kappa_C = torch.linalg.lstsq(system_XC, target_X[:, None]).solution[:, 0]
-        rest = (target_X - system_XC @ kappa_C).norm()
         noise = atoms.noise_NH[sentence.seed].norm() * atoms.target_NHK.shape[-1] ** 0.5
-        if rest > ACCEPT * noise + certificate.PRECISION * target_X.norm():
-            continue
-        weights = kappa_C.tolist()
-        gradient = {
-            name: sum(w * g[name] for w, g in zip(weights, unit.gradients, strict=True))
-            for name in names
-        }
-        pull = certificate.Pull(unit._replace(gradients=[]), kappa_C)
-        proofs.append(Proof(pull, gradient))
-    return proofs
+        room = ACCEPT * noise + certificate.PRECISION * target_X.norm()
+        proofs.append(certificate.proof_of(unit, system_XC, target_X, room))
+    return [proof for proof in proofs if proof is not None]
 
 
 def _looked_up(model: LanguageModel, observed: Mapping[str, Tensor]) -> Tensor | None:
@@ -344,7 +308,7 @@ def _looked_up(model: LanguageModel, observed: Mapping[str, Tensor]) -> Tensor |
 
 
 def _counted(
-    model: LanguageModel, proofs: Sequence[Proof], seen: Observation, atoms: Targets
+    model: LanguageModel, proofs: Sequence[certificate.Proof], seen: Observation, atoms: Targets
 ) -> certificate.Counted:
     """Returns which labels, if any, explain how hard each sentence pulls."""
     pulls, size = [proof.pull for proof in proofs], seen.update.num_examples
@@ -364,7 +328,7 @@ def _at_seed(
     return torch.cat(sides).reshape(atoms.target_NHK.shape[1:]) * atoms.told_HK
 
 
-def _reading_of(dropped: DroppedBatch, width: int, *, time_up: bool) -> Reading:
+def _reading_of(dropped: DroppedBatch, width: int, clock: Clock) -> Reading:
     """Returns what was read from a batch with dropout, whose gradient cannot be recomputed."""
     texts, tokens = dropped.texts, dropped.tokens
     answer = recovered(
@@ -376,11 +340,11 @@ def _reading_of(dropped: DroppedBatch, width: int, *, time_up: bool) -> Reading:
             "budget": [dropped.inputs, width],
             "candidates": {"tokens": len(tokens), "pairs": dropped.inputs, "spanned": len(texts)},
             "determined": dropped.determined,
-            **({"time_up": True} if time_up else {}),
+            **clock.late(),
         },
         reason=_WITH_DROPOUT[dropped.determined],
     )
-    return Reading(answer, answer.sequences or (), tokens=tokens, settled=dropped.determined)
+    return Reading.of(answer, tokens=tokens, settled=dropped.determined)
 
 
 _WITH_DROPOUT = {
