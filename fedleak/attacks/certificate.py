@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from fedleak.attacks.clock import UNLIMITED, Clock
+from fedleak.attacks.reconstruction import Ids
 from fedleak.models import CLASSIFICATION, LanguageModel, batch_loss, pad, target_counts
 from fedleak.models.family import frozen_rows
 from fedleak.training.observation import Observation, UpdateKind
@@ -61,7 +62,7 @@ _SMALL = 1e-3
 """A tensor below this fraction of the update's norm counts as this large: some are zero."""
 
 
-Proof = TypeVar("Proof")
+Kept = TypeVar("Kept")
 
 
 class Units(NamedTuple):
@@ -74,7 +75,7 @@ class Units(NamedTuple):
             one: the gradient of the loss, summed over the sequence.
     """
 
-    ids: tuple[int, ...]
+    ids: Ids
     logits_C: Tensor | None
     gradients: list[dict[str, Tensor]]
 
@@ -91,6 +92,13 @@ class Pull(NamedTuple):
     kappa_C: Tensor
 
 
+class Proof(NamedTuple):
+    """How hard a sequence pulls at the observed gradient, and its part of it by name."""
+
+    pull: Pull
+    gradient: dict[str, Tensor]
+
+
 class Member(NamedTuple):
     """A sequence of the batch.
 
@@ -101,7 +109,7 @@ class Member(NamedTuple):
             whole batch tells.
     """
 
-    ids: tuple[int, ...]
+    ids: Ids
     weight: float
     counts: tuple[int, ...] | None
 
@@ -134,18 +142,22 @@ def lacks_numbers(tensors: Iterable[Tensor]) -> bool:
     return lacking > _ZEROS * total
 
 
-def close(model: LanguageModel, ids: Sequence[int]) -> tuple[int, ...]:
+def close(model: LanguageModel, ids: Sequence[int]) -> Ids:
     """Returns the sequence as the client trained on it: with its last target, if it has one."""
     end = () if model.task == CLASSIFICATION else (model.tokenizer.eos_token_id,)
     return (*ids, *end)
+
+
+def opened(model: LanguageModel, ids: Sequence[int]) -> Ids:
+    """Returns a sequence without the last target that `close` gave it."""
+    return tuple(ids[: len(ids) - len(close(model, ()))])
 
 
 def units(
     model: LanguageModel, sequences: Sequence[Sequence[int]], names: Sequence[str]
 ) -> list[Units]:
     """Returns the gradients of each sequence with respect to the parameters of these names."""
-    own = dict(model.module.named_parameters())
-    parameters = [own[name] for name in names]
+    parameters = [model.module.get_parameter(name) for name in names]
     closed = [close(model, ids) for ids in sequences]
     sequence_units = []
     with torch.enable_grad():
@@ -169,6 +181,25 @@ def units(
             logits_C = None if logits_BC is None else logits_BC[i].detach()
             sequence_units.append(Units(tuple(ids), logits_C, by_name))
     return sequence_units
+
+
+def proof_of(
+    unit: Units, system_XU: Tensor, target_X: Tensor, room: Tensor | float
+) -> Proof | None:
+    """Returns a sequence's part of an update, if its gradients explain some numbers of it.
+
+    Args:
+        unit: The sequence.
+        system_XU: These numbers of its gradients.
+        target_X: These numbers of the update.
+        room: The largest norm of what they may leave.
+    """
+    kappa_U = torch.linalg.lstsq(system_XU, target_X[:, None]).solution[:, 0]
+    if not (target_X - system_XU @ kappa_U).norm() <= room:
+        return None
+    weighted = list(zip(kappa_U.tolist(), unit.gradients, strict=True))
+    gradient = {name: sum(w * g[name] for w, g in weighted) for name in unit.gradients[0]}
+    return Proof(Pull(unit._replace(gradients=[]), kappa_U), gradient)
 
 
 def member(model: LanguageModel, unit: Units, kappa_C: Tensor, batch_size: int) -> Member | None:
@@ -279,7 +310,7 @@ def _scales(model: LanguageModel, pulls: Sequence[Pull], batch_size: int) -> lis
 
 def explain(
     model: LanguageModel,
-    sequences: Sequence[tuple[int, ...]],
+    sequences: Sequence[Ids],
     seen: Observation,
     clock: Clock,
 ) -> list[Member]:
@@ -302,8 +333,8 @@ def explain(
 
 def _explained(
     model: LanguageModel,
-    sequences: Sequence[tuple[int, ...]],
-    begun: Sequence[tuple[int, ...]],
+    sequences: Sequence[Ids],
+    begun: Sequence[Ids],
     seen: Observation,
     clock: Clock,
 ) -> list[Member]:
@@ -315,8 +346,9 @@ def _explained(
         sequence_units += units(model, part, names)
     if len(sequence_units) < len(every):
         return []
-    columns = [_flat(gradient) for unit in sequence_units for gradient in unit.gradients]
-    system_XU, target_X = torch.stack(columns, 1), _flat({n: observed[n] for n in names})
+    columns = [flat(gradient) for unit in sequence_units for gradient in unit.gradients]
+    system_XU = torch.stack(columns, 1).double()
+    target_X = flat({name: observed[name] for name in names}).double()
     # A mask, or pruning, may have made a zero of any number.
     system_XU, target_X = system_XU[target_X != 0], target_X[target_X != 0]
     if len(columns) > len(target_X):
@@ -346,7 +378,7 @@ def is_run(model: LanguageModel, ids: Sequence[int]) -> bool:
     return rotary and len(set(ids)) == 1 and ids[0] != model.tokenizer.bos_token_id
 
 
-def _parts(sequences: Sequence[tuple[int, ...]]) -> Iterator[Sequence[tuple[int, ...]]]:
+def _parts(sequences: Sequence[Ids]) -> Iterator[Sequence[Ids]]:
     """Yields the sequences, as many at once as their tokens allow."""
     size = max(1, min(SEQUENCES_AT_ONCE, TOKENS_AT_ONCE // max(map(len, sequences))))
     for start in range(0, len(sequences), size):
@@ -368,9 +400,9 @@ def _last_parameters(
     return names
 
 
-def _flat(gradients: Mapping[str, Tensor]) -> Tensor:
-    """Returns all gradients as one vector, float64."""
-    return torch.cat([gradient.flatten() for gradient in gradients.values()]).double()
+def flat(tensors: Mapping[str, Tensor]) -> Tensor:
+    """Returns all numbers of an update as one vector, float32 [X]."""
+    return torch.cat([value.flatten().float() for value in tensors.values()])
 
 
 def multiplicities(model: LanguageModel, members: Sequence[Member], batch_size: int) -> list[int]:
@@ -405,7 +437,7 @@ class Verdict(NamedTuple):
         scale: How many times the recomputed gradient the observed one is; 1 if nothing is verified.
     """
 
-    repeats: dict[tuple[int, ...], int]
+    repeats: dict[Ids, int]
     difference: float | None
     verified: bool
     scale: float = 1.0
@@ -442,27 +474,27 @@ def written(tensors: Iterable[Tensor]) -> list[tuple[int, int | None]]:
     return [(t.data_ptr(), None if t.is_inference() else t._version) for t in tensors]
 
 
-Texts = Mapping[tuple[int, ...], int]
+Texts = Mapping[Ids, int]
 """How often each sequence is in a batch, by its tokens."""
 
 
-class Proofs(Generic[Proof]):
+class Proofs(Generic[Kept]):
     """The last proofs, so that a check of an attack's answer need not repeat the attack's proof.
 
     A proof counts only for the same observation and network, with all tensors as they were.
     """
 
     def __init__(self) -> None:
-        self._kept: deque[tuple[Any, Any, list[tuple[int, int | None]], Texts, Proof]]
+        self._kept: deque[tuple[Any, Any, list[tuple[int, int | None]], Texts, Kept]]
         self._kept = deque(maxlen=64)
 
-    def keep(self, model: LanguageModel, seen: Observation, texts: Texts, proof: Proof) -> None:
+    def keep(self, model: LanguageModel, seen: Observation, texts: Texts, proof: Kept) -> None:
         """Keeps a new proof, unless torch does not count the writes to one of the tensors."""
         now = self._written(model, seen)
         if all(count is not None for _, count in now):
             self._kept.append((weakref.ref(seen), weakref.ref(model.module), now, texts, proof))
 
-    def get(self, model: LanguageModel, seen: Observation, texts: Texts) -> Proof | None:
+    def get(self, model: LanguageModel, seen: Observation, texts: Texts) -> Kept | None:
         """Returns the proof of these texts, if it is kept."""
         now = self._written(model, seen)
         for about, module, before, proved, proof in self._kept:
@@ -480,7 +512,7 @@ _proofs: Proofs[Verdict] = Proofs()
 
 def judge(
     model: LanguageModel,
-    sequences: Sequence[tuple[int, ...]],
+    sequences: Sequence[Ids],
     seen: Observation,
     clock: Clock = UNLIMITED,
 ) -> Verdict:
@@ -509,7 +541,7 @@ def _remembered(
     return verdict
 
 
-def _unlabelled(model: LanguageModel, times: Mapping[tuple[int, ...], int]) -> list[Member]:
+def _unlabelled(model: LanguageModel, times: Mapping[Ids, int]) -> list[Member]:
     """Returns the members of a next-token batch, or none if one has no target."""
     targets = target_counts(model, [close(model, ids) for ids in times])
     if not all(times) or not all(targets):
@@ -558,7 +590,7 @@ def verify(
 
 def proves(
     model: LanguageModel,
-    sequences: Sequence[tuple[int, ...]],
+    sequences: Sequence[Ids],
     seen: Observation,
     clock: Clock = UNLIMITED,
 ) -> bool:
@@ -591,7 +623,7 @@ def proves(
 
 
 def _is_batch(
-    model: LanguageModel, sequences: Sequence[tuple[int, ...]], seen: Observation, clock: Clock
+    model: LanguageModel, sequences: Sequence[Ids], seen: Observation, clock: Clock
 ) -> bool:
     times = Counter(sequences)
     if not all(times):
@@ -648,8 +680,7 @@ def nearest_words(model: LanguageModel, ids: Sequence[int]) -> tuple[Tensor, Ten
     (table_VD,) = frozen_rows(model.module, model.family.word_embedding)
     words_VD, special = table_VD[: len(model.tokenizer)].float(), sorted(model.special_ids())
     parts = []
-    for start in range(0, len(ids), _WORDS_AT_ONCE):
-        ids_M = torch.tensor(ids[start : start + _WORDS_AT_ONCE], device=table_VD.device)
+    for ids_M in torch.split(torch.tensor(ids, device=table_VD.device), _WORDS_AT_ONCE):
         apart_MV = torch.cdist(words_VD[ids_M], words_VD) / words_VD[ids_M].norm(dim=1)[:, None]
         apart_MV[:, special] = math.inf
         apart_MV[torch.arange(len(ids_M)), ids_M] = math.inf
@@ -694,13 +725,13 @@ def difference(
         seen: The update.
         clock: Looked at after some sequences.
     """
-    batch: list[tuple[tuple[int, ...], int]] = []
+    batch: list[tuple[Ids, int]] = []
     for member, times in zip(members, repeats, strict=True):
         for label, count in enumerate(member.counts or (times,)):
             batch += [(close(model, member.ids), label)] * count
     counts = target_counts(model, [ids for ids, _ in batch])
-    own, observed = dict(model.module.named_parameters()), as_gradient(seen)
-    parameters = [own[name] for name in observed]
+    observed = as_gradient(seen)
+    parameters = [model.module.get_parameter(name) for name in observed]
     size = max(1, TOKENS_AT_ONCE // max(len(ids) for ids, _ in batch))
     gradients: list[Tensor] = []
     done = 0

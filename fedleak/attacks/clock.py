@@ -40,6 +40,10 @@ class Clock:
         self.rang |= up
         return up
 
+    def late(self) -> dict[str, bool]:
+        """Returns the diagnostics of an answer that may lack something."""
+        return {"time_up": True} if self.rang else {}
+
     def left(self) -> float:
         """Returns the seconds left, infinite without a limit, and a moment if time is up."""
         return math.inf if self._end is None else max(self._end - now(), MOMENT)

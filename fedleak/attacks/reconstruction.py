@@ -1,9 +1,12 @@
 """What an attack returns: its answer, its own evidence, and whether that proves it."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
+
+Ids = tuple[int, ...]
+"""Token ids of a text, without padding."""
 
 
 class Status(StrEnum):
@@ -43,7 +46,7 @@ class Reconstruction:
     """
 
     status: Status
-    sequences: tuple[tuple[int, ...], ...] | None = None
+    sequences: tuple[Ids, ...] | None = None
     evidence: tuple[float, ...] = ()
     margins: tuple[float | None, ...] = ()
     tokens: tuple[int, ...] | None = None
@@ -53,7 +56,21 @@ class Reconstruction:
     verified: bool = False
     reason: str = ""
 
+    def with_diagnostics(self, **more: Any) -> "Reconstruction":
+        """Returns the answer with more diagnostics."""
+        return replace(self, diagnostics={**self.diagnostics, **more})
+
     @classmethod
     def none(cls, status: Status, reason: str, **diagnostics: Any) -> "Reconstruction":
         """Returns an answer that holds nothing, and why."""
         return cls(status=status, diagnostics=diagnostics, reason=reason)
+
+    @classmethod
+    def abstained(cls, reason: str, **diagnostics: Any) -> "Reconstruction":
+        """Returns the answer of an attack that found nothing that it trusts."""
+        return cls.none(Status.ABSTAINED, reason, **diagnostics)
+
+
+def tokens_of(sequences: Iterable[Iterable[int]]) -> tuple[int, ...]:
+    """Returns the distinct tokens of sequences, in rising order."""
+    return tuple(sorted({token for ids in sequences for token in ids}))

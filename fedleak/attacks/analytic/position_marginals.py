@@ -41,10 +41,10 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedleak.attacks import AttackSetting, certificate
+from fedleak.attacks import AttackSetting, Show, certificate
 from fedleak.attacks.clock import Clock
-from fedleak.attacks.reconstruction import Reconstruction, Status
-from fedleak.attacks.subspace.answer import Reading
+from fedleak.attacks.reconstruction import Ids, Reconstruction
+from fedleak.attacks.subspace.answer import Reader, Reading, answer_of
 from fedleak.models import LanguageModel
 from fedleak.training.observation import Observation
 
@@ -119,14 +119,14 @@ class Solution(NamedTuple):
         rank: Dimensions that were projected out.
     """
 
-    ids: tuple[int, ...]
+    ids: Ids
     distance: float
     excess: float
     rank: int
 
 
 @dataclass(frozen=True)
-class PositionMarginals:
+class PositionMarginals(Reader):
     """One text in closed form from the word and position embeddings' gradients, dropout or not.
 
     Attributes:
@@ -139,36 +139,26 @@ class PositionMarginals:
 
     def obstacle(self, setting: AttackSetting) -> str | None:
         """Needs the gradients of the word embedding and of learned positions."""
-        family = setting.family
-        if family.position_embedding is None:
+        if setting.family.position_embedding is None:
             return "reads rows of positions, and the model's are rotary: choose another model.name"
-        missing = {family.word_embedding, family.position_embedding} - setting.shared
-        if missing:
-            return f"needs {' and '.join(sorted(missing))}, and clients send none: see update.share"
-        return None
+        return setting.lacks(*setting.tables)
 
     def reads(self, setting: AttackSetting) -> frozenset[str]:
         """Reads both embeddings, and the classifier, which gives the label for a proof."""
-        family = setting.family
-        names = (family.word_embedding, family.position_embedding, *family.classifier)
-        return frozenset(name for name in names if name is not None)
-
-    def __call__(
-        self, seen: Observation, model: LanguageModel, *, rng: torch.Generator
-    ) -> Reconstruction:
-        """Returns the text that the two tables leave, or the words of a batch at their places."""
-        return self.reading(seen, model).answer
+        return setting.tables | {*setting.family.classifier}
 
     @torch.no_grad()
-    def reading(self, seen: Observation, model: LanguageModel) -> Reading:
-        """Returns the answer, and whether it is the only text that the tables admit."""
+    def reading(
+        self, seen: Observation, model: LanguageModel, rng: torch.Generator, on_progress: Show
+    ) -> Reading:
+        """Returns the text that the two tables leave, or the words of a batch at their places."""
         family, tensors = model.family, seen.update.tensors
         assert family.position_embedding is not None
         tables = marginals(
             tensors[family.word_embedding], tensors[family.position_embedding], model.tied
         )
         if isinstance(tables, str):
-            return Reading(Reconstruction.none(Status.ABSTAINED, tables))
+            return Reading.none(tables)
         if seen.update.num_examples > 1:
             return Reading(_batch(tables, seen.update.num_examples, model.hidden_size))
         best = min((solved(table) for table in tables), key=lambda solution: solution.excess)
@@ -183,24 +173,22 @@ class PositionMarginals:
                 f"the {places} position rows explain no text: a number of the solution is "
                 f"{best.distance:.2g} from 0 or 1 (noise, Adam, a mask, or more texts than one)"
             )
-            return Reading(Reconstruction.none(Status.ABSTAINED, reason, **numbers))
+            return Reading.none(reason, **numbers)
         verdict = certificate.judge(model, [best.ids], seen, Clock(self.seconds))
         # Where dropout may be on, it is the usual reason why a right text is not proved.
         refuted = (
             certificate.is_linear(seen) and seen.knowledge.dropout is False and not verdict.verified
         )
         determined = best.excess < DETERMINED and not refuted
-        answer = Reconstruction(
-            status=Status.RECOVERED,
-            sequences=(best.ids,),
-            evidence=(best.excess,),
-            margins=(max(1 / best.excess - 1, 0.0) if best.excess else None,),
-            tokens=tuple(sorted(set(best.ids))),
-            diagnostics=numbers | {"determined": determined} | verdict.diagnostics(),
-            verified=verdict.verified,
-            reason=verdict.remark() if verdict.verified else _NOT_PROVED[determined],
+        answer = answer_of(
+            [best.ids],
+            [best.excess],
+            verdict,
+            margins=[max(1 / best.excess - 1, 0.0) if best.excess else None],
+            diagnostics=numbers | {"determined": determined},
+            reason=_NOT_PROVED[determined],
         )
-        return Reading(answer, (best.ids,), settled=determined)
+        return Reading.of(answer, settled=determined)
 
 
 _NOT_PROVED = {
@@ -327,7 +315,7 @@ def _batch(tables: Sequence[Marginals], texts: int, width: int) -> Reconstructio
     places = [known for table in tables if (known := placed(table)) is not None]
     if not places:
         reason = f"distinct words are more than the hidden size, {width}, has room for, or blurred"
-        return Reconstruction.none(Status.ABSTAINED, reason)
+        return Reconstruction.abstained(reason)
     best = min(places, key=Places.ambiguity)
     words, standing = len(best.words_M), int((best.table_TM > _HALF).any(0).sum())
     diagnostics = {
@@ -336,14 +324,12 @@ def _batch(tables: Sequence[Marginals], texts: int, width: int) -> Reconstructio
     }
     if standing < _HALF * words:
         reason = f"only {standing} of {words} words stand at one place"
-        return Reconstruction.none(Status.ABSTAINED, reason, **diagnostics)
+        return Reconstruction.abstained(reason, **diagnostics)
     sequences = [tuple(group) for group in grouped(best, texts)]
-    return Reconstruction(
-        status=Status.RECOVERED,
-        sequences=tuple(sequences),
-        # Nothing tells a right group from a wrong one.
-        evidence=(1.0,) * len(sequences),
-        tokens=tuple(sorted(best.words_M.tolist())),
+    return answer_of(
+        sequences,
+        [1.0] * len(sequences),  # nothing tells a right group from a wrong one
+        tokens=sorted(best.words_M.tolist()),
         diagnostics=diagnostics,
         reason=f"nothing proved: {standing} of {words} words stand at a place, and which of them "
         "belong to one text is guessed",

@@ -1,7 +1,7 @@
 """Closed-form facts of one update, in milliseconds.
 
-They are the tokens of the batch and its longest sequence (`embedding_rows`), the number of examples
-of each class (`label_counts`), and how much of the rank budget of span attacks the batch uses up
+They are the tokens of the batch, its longest sequence, the number of examples of each class
+(`facts`), and how much of the rank budget of span attacks the batch uses up
 (Petrov et al. 2024, section 5).
 """
 
@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from fedleak.attacks import AttackSetting
-from fedleak.attacks.analytic.embedding_rows import longest_sequence, used_rows
-from fedleak.attacks.analytic.label_counts import label_counts
+from fedleak.attacks.analytic.facts import label_counts, longest_sequence, used_rows
 from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.attacks.subspace.span import row_space
 from fedleak.models import CAUSAL_LM, LanguageModel
@@ -35,11 +34,8 @@ class Probes:
 
     def reads(self, setting: AttackSetting) -> frozenset[str]:
         """Reads the embeddings, the first attention layer and the classifier."""
-        family = setting.family
-        tables = {family.word_embedding, *family.classifier}
-        if family.position_embedding is not None:
-            tables.add(family.position_embedding)
-        return with_adapters(family.attention_parameters(0)) | tables
+        attention = with_adapters(setting.family.attention_parameters(0))
+        return attention | setting.tables | {*setting.family.classifier}
 
     @torch.no_grad()
     def __call__(
@@ -72,8 +68,8 @@ class Probes:
             used_up = span.rank if span is not None and span.exact else None
             diagnostics["budget"] = [used_up, model.hidden_size]
         if tokens is None and not facts:
-            return Reconstruction.none(
-                Status.ABSTAINED, "no row or label stands out in what was shared", **diagnostics
+            return Reconstruction.abstained(
+                "no row or label stands out in what was shared", **diagnostics
             )
         return Reconstruction(
             status=Status.RECOVERED, tokens=tokens, facts=facts, diagnostics=diagnostics

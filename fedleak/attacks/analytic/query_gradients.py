@@ -37,7 +37,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedleak.attacks import AttackSetting, OneByOne, Progress, certificate
+from fedleak.attacks import AttackSetting, Show, certificate
 from fedleak.attacks.analytic.query_equations import (
     SOLVED,
     Candidates,
@@ -49,9 +49,10 @@ from fedleak.attacks.analytic.query_equations import (
     relaxed,
 )
 from fedleak.attacks.clock import Clock
-from fedleak.attacks.reconstruction import Reconstruction, Status
+from fedleak.attacks.reconstruction import Ids
 from fedleak.attacks.subspace.answer import (
     Judged,
+    Reader,
     Reading,
     by_excess,
     distinct,
@@ -93,7 +94,7 @@ _DEARER = 4
 
 
 @dataclass(frozen=True)
-class QueryGradients(OneByOne):
+class QueryGradients(Reader):
     """Whole texts of a batch, however long, each from the gradient at one word's query.
 
     Attributes:
@@ -123,42 +124,23 @@ class QueryGradients(OneByOne):
         return self._needed(setting) | frozenset(setting.family.classifier)
 
     def _needed(self, setting: AttackSetting) -> frozenset[str]:
-        family = setting.family
-        assert family.position_embedding is not None
-        tables = (family.word_embedding, family.position_embedding)
-        return frozenset((*tables, *family.attention_parameters(0)))
-
-    def __call__(
-        self,
-        seen: Observation,
-        model: LanguageModel,
-        *,
-        rng: torch.Generator,
-        on_progress: Callable[[Progress], None] = lambda progress: None,
-    ) -> Reconstruction:
-        """Returns the texts that the equations of their words leave."""
-        return self.reading(seen, model, on_progress=on_progress).answer
+        return setting.tables | {*setting.family.attention_parameters(0)}
 
     @torch.no_grad()
     def reading(
-        self,
-        seen: Observation,
-        model: LanguageModel,
-        *,
-        on_progress: Callable[[Progress], None] = lambda progress: None,
+        self, seen: Observation, model: LanguageModel, rng: torch.Generator, on_progress: Show
     ) -> Reading:
-        """Returns the answer, and what of it is certain."""
+        """Returns the texts that the equations of their words leave."""
         clock, tell = Clock(self.seconds), telling(on_progress, model)
         if not certificate.is_linear(seen):
-            reason = "needs one gradient without dropout, and the update is none"
-            return Reading(Reconstruction.none(Status.ABSTAINED, reason))
+            return Reading.none("needs one gradient without dropout, and the update is none")
         observed, size = certificate.as_gradient(seen), seen.update.num_examples
         needed = self._needed(AttackSetting.of(seen, model))
         whole = left = {name: observed[name] for name in observed if name in needed}
         first = parts = split(model, whole, whole)
         if isinstance(first, str):
-            return Reading(Reconstruction.none(Status.ABSTAINED, first))
-        read: dict[tuple[int, ...], Text] = {}
+            return Reading.none(first)
+        read: dict[Ids, Text] = {}
         proved: list[Text] = []
         pulls: list[certificate.Pull] = []
         tried: dict[int, list[float]] = defaultdict(list)
@@ -200,12 +182,11 @@ class QueryGradients(OneByOne):
                     "tries": tries,
                     "proved": len(members),
                 },
-                **({"time_up": True} if clock.rang else {}),
+                **clock.late(),
             },
             reason="" if proved else "nothing proved: texts whose words' equations fail least",
         )
-        sequences = answer.sequences or ()
-        return Reading(answer, sequences, tuple(members), tokens, counted.scale)
+        return Reading.of(answer, members=tuple(members), tokens=tokens, scale=counted.scale)
 
 
 @dataclass(frozen=True)
@@ -224,13 +205,6 @@ class Text(Judged):
         return self.excess < SOLVED
 
 
-class Proof(NamedTuple):
-    """How hard a text pulls at the update, and its part of the update by name."""
-
-    pull: certificate.Pull
-    gradient: dict[str, Tensor]
-
-
 @dataclass(frozen=True)
 class Split:
     """An update by words and places.
@@ -243,7 +217,7 @@ class Split:
         prior_J: The number of the table for each, clamped between almost 0 and 1.
         number_J: The number of a candidate among the words that occur once; -1 if it is none.
         plausible_L: The candidates that the table supports.
-        end_J: Whether a candidate ends a text: only these do; none in a causal model.
+        end_J: Whether a candidate ends a text: only these do.
         budget: Directions of words and places, and how many there is room for.
         project: (words, places) -> their keys and values.
     """
@@ -379,13 +353,10 @@ def split(
         _, key_LHK, value_LHK = block.project(table(ids_L, place_L), place_L)
         return key_LHK.double().cpu(), value_LHK.double().cpu()
 
-    possible_TM = torch.ones_like(table_TM, dtype=torch.bool)
+    begins_M, ends_M = words_M == tokenizer.cls_token_id, words_M == tokenizer.sep_token_id
+    possible_TM = torch.cat([begins_M[None], (~begins_M).expand(table_TM[1:].shape)])
     likely_TM = table_TM > torch.where(order_TM.values[0] > _CLEAR, _ONCE, _PLAUSIBLE)
-    ends_M = torch.zeros_like(words_M, dtype=torch.bool)
-    if not family.causal:
-        begins_M, ends_M = words_M == tokenizer.cls_token_id, words_M == tokenizer.sep_token_id
-        possible_TM[0], possible_TM[1:] = begins_M, ~begins_M
-        likely_TM |= ends_M
+    likely_TM |= ends_M
     best_T = table_TM.masked_fill(~possible_TM | ends_M, -math.inf).argmax(1)
     likely_TM[range(len(best_T)), best_T] = True
     number_TM = torch.full_like(possible_TM, -1, dtype=torch.long)
@@ -435,11 +406,9 @@ def _equations(model: LanguageModel, rows: Rows, once_N: Tensor, place_N: Tensor
     size = (do_NFO.shape[-1] // block.num_heads) ** 0.5
     return Equations(
         ids_N=ids_N.cpu(),
-        place_N=place_N.cpu(),
         query_NHK=projected[0].detach().double().cpu() / size,
         dq_NHK=heads(gradients[0], block.num_heads).cpu() * size,
         do_NFHK=heads(do_NFO, block.num_heads).cpu(),
-        causal=family.causal,
     )
 
 
@@ -476,7 +445,7 @@ def read_text(parts: Split, number: int, clock: Clock, tries: int) -> Text:
             tellers = [equation_of(n) for n in numbers[:_TELLING]]
             inside_T = _ended(parts, tellers, where_J, members_T, own)
             inside_T = mended(tellers, among, inside_T, open_J[among_L])
-            kept = len(inside_T) if equations.causal else len(inside_T) - 1
+            kept = len(inside_T) - 1  # all but the end
             members_T = torch.cat([among_L[inside_T[:kept]], members_T[kept:]])
             once = [n for n in parts.number_J[among_L[inside_T]].tolist() if n >= 0]
             residuals = {n: equation_of(n).covariance(inside_T).residual for n in once}
@@ -508,10 +477,8 @@ def _ended(
         members_T: The best candidate of each place.
         own: The word whose text it is.
     """
-    last, place_J = int(parts.place_J[own]), parts.place_J
-    if parts.equations.causal:
-        return where_J[members_T[: last + 1]]
-    ends_X = (parts.end_J & (place_J > last)).nonzero()[:, 0]
+    place_J = parts.place_J
+    ends_X = (parts.end_J & (place_J > place_J[own])).nonzero()[:, 0]
     texts = [where_J[torch.cat([members_T[: int(place_J[end])], end[None]])] for end in ends_X]
     return min(texts, key=partial(loss, telling))
 
@@ -522,7 +489,7 @@ def explained(
     model: LanguageModel,
     left: Mapping[str, Tensor],
     whole: Mapping[str, Tensor],
-) -> Proof | None:
+) -> certificate.Proof | None:
     """Returns a text's part of the update, if its own gradient explains the rows of its words.
 
     Args:
@@ -537,15 +504,5 @@ def explained(
     words = parts.equations.ids_N[list(text.once)].to(model.device)
     rows_XC = torch.stack([gradient[name][words].flatten() for gradient in unit.gradients], 1)
     rows_XC, target_X = rows_XC.double(), left[name][words].flatten().double()
-    kappa_C = torch.linalg.lstsq(rows_XC, target_X[:, None]).solution[:, 0]
-    if (
-        not (target_X - rows_XC @ kappa_C).norm()
-        <= certificate.PRECISION * whole[name][words].norm()
-    ):
-        return None
-    weights = kappa_C.tolist()
-    gradient = {
-        name: sum(w * g[name] for w, g in zip(weights, unit.gradients, strict=True))
-        for name in left
-    }
-    return Proof(certificate.Pull(unit._replace(gradients=[]), kappa_C), gradient)
+    room = certificate.PRECISION * whole[name][words].norm()
+    return certificate.proof_of(unit, rows_XC, target_X, room)

@@ -15,26 +15,26 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 import torch
 from pydantic import AfterValidator, Field
 
-from fedleak.attacks import AttackSetting, OneByOne, Progress, Step, certificate, replay
+from fedleak.attacks import AttackSetting, OneByOne, Progress, Show, Step, certificate, replay
 from fedleak.attacks import clock as timing
 from fedleak.attacks.analytic.position_marginals import PositionMarginals
 from fedleak.attacks.analytic.query_gradients import QueryGradients
 from fedleak.attacks.auto.budget import OF_SPANS, Pace, Reserve
 from fedleak.attacks.auto.chance import FEWEST, PLACEBOS, leaves_noise, noise_of, worth
-from fedleak.attacks.auto.evidence import choose, compare
+from fedleak.attacks.auto.evidence import choose, compare, directions
 from fedleak.attacks.auto.joint_likelihood import MOST_TEXTS
 from fedleak.attacks.auto.maximum_likelihood import MaximumLikelihood, is_blurred
 from fedleak.attacks.auto.peeling import occurrences, peel
-from fedleak.attacks.auto.sharpening import Ids, Labelled, sharpened
+from fedleak.attacks.auto.sharpening import Labelled, sharpened
 from fedleak.attacks.clock import Clock
-from fedleak.attacks.matching.batch_structure import Clues, frame
+from fedleak.attacks.matching.batch_structure import Clues
 from fedleak.attacks.matching.lamp import Lamp
-from fedleak.attacks.reconstruction import Reconstruction, Status
+from fedleak.attacks.reconstruction import Ids, Reconstruction, Status, tokens_of
 from fedleak.attacks.subspace.answer import Reading
 from fedleak.attacks.subspace.dager import Dager
 from fedleak.attacks.subspace.keyspan import Keyspan
 from fedleak.attacks.subspace.state_pursuit import StatePursuit
-from fedleak.models import CLASSIFICATION, LanguageModel, absolute
+from fedleak.models import LanguageModel, absolute
 from fedleak.models import prior as priors
 from fedleak.models.family import lora_a
 from fedleak.training.observation import Observation
@@ -190,7 +190,7 @@ class Auto(OneByOne):
         model: LanguageModel,
         *,
         rng: torch.Generator,
-        on_progress: Callable[[Progress], None] = lambda progress: None,
+        on_progress: Show = lambda progress: None,
     ) -> Reconstruction:
         """Returns the batch that explains the update best, of all that the attacks read."""
         attempt = _Attempt(self, seen, model, rng, on_progress)
@@ -214,7 +214,7 @@ class _Attempt:
         seen: Observation,
         model: LanguageModel,
         rng: torch.Generator,
-        on_progress: Callable[[Progress], None],
+        on_progress: Show,
     ) -> None:
         self._clock, self._settings = Clock(settings.seconds), settings
         self._seen, self._model, self._rng, self._on_progress = seen, model, rng, on_progress
@@ -295,8 +295,8 @@ class _Attempt:
         self._replaying -= timing.now() - begun
         if made is None or not made.verified:
             return reading
-        diagnostics = {**reading.answer.diagnostics, **made.diagnostics()}
-        answer = replace(reading.answer, verified=True, reason="", diagnostics=diagnostics)
+        answer = reading.answer.with_diagnostics(**made.diagnostics())
+        answer = replace(answer, verified=True, reason="")
         return reading._replace(answer=answer, sequences=batch)
 
     def _suits(self, attack: Single) -> bool:
@@ -336,7 +336,7 @@ class _Attempt:
             return self._timed_lamp(attack, clues)
         if clues.sequences:
             # What was read is worth nothing if there is no time to choose from it.
-            left = Reserve.of(self._pace, self.rest, clues.sequences).before_choice(self._clock)
+            left = Reserve(self._pace, self.rest, clues.sequences).before_choice(self._clock)
         if isinstance(attack, MaximumLikelihood):
             single = self._seen.update.num_examples == 1
             seconds = (_NOISY if single else 1.0) * left
@@ -352,11 +352,11 @@ class _Attempt:
         """Whether gradient matching is likely to read more than `keyspan` does."""
         unproved = self._model.family.causal and Dager.kind in self.findings.answers
         # Looked at last: it is measured.
-        return unproved and Reserve.of(self._pace, self.rest, ()).matching <= self._clock.left()
+        return unproved and Reserve(self._pace, self.rest, ()).matching <= self._clock.left()
 
     def _timed_lamp(self, attack: Lamp, clues: Clues) -> Lamp | None:
         """Returns gradient matching with its time and settings; None: there is no time."""
-        reserve = Reserve.of(self._pace, self.rest, clues.sequences)
+        reserve = Reserve(self._pace, self.rest, clues.sequences)
         if clues.sequences and reserve.answer > self._clock.left():
             self._clock.rang = True  # the first step alone would make the answer late
             return None
@@ -374,8 +374,8 @@ class _Attempt:
         pool = [ids for ids in dict.fromkeys(pool) if not special.issuperset(ids)]
         if not pool:
             return NO_CHOICE
-        reserve, size = Reserve.of(self._pace, rest, pool), rest.update.num_examples
-        most = reserve.gradients_in(_CHOOSING * self._clock.left()) // reserve.directions
+        reserve, size = Reserve(self._pace, rest, pool), rest.update.num_examples
+        most = reserve.gradients_in(_CHOOSING * self._clock.left()) // directions(self._model)
         if most < min(size, len(pool)):
             self._clock.rang = True
             kinds = [*self.findings.answers, None]
@@ -400,7 +400,7 @@ class _Attempt:
         choice, model, rest = self._choice(pool), self._model, self.rest
         if not choice.batch or self._clock.up():
             return choice
-        reserve = Reserve.of(self._pace, rest, pool)
+        reserve = Reserve(self._pace, rest, pool)
         until = self._clock.before(reserve.answer)  # it leaves time for the answer
         better = sharpened(
             model,
@@ -426,12 +426,8 @@ class _Attempt:
         sequences = tuple(certificate.close(self._model, ids) for ids in self.findings.whole)
         likely = answer.diagnostics.get("likely", [True] * len(sequences))
         own = {"from": [kind] * len(sequences), "likely": likely}
-        return replace(
-            answer,
-            sequences=sequences,
-            tokens=_tokens(sequences),
-            diagnostics={**answer.diagnostics, **own, **self._common_diagnostics()},
-        )
+        answer = answer.with_diagnostics(**own, **self._common_diagnostics())
+        return replace(answer, sequences=sequences, tokens=tokens_of(sequences))
 
     def answer(self, choice: Choice) -> Reconstruction:
         """Returns what is proved, and beside it the choice that explains the rest best."""
@@ -448,7 +444,7 @@ class _Attempt:
                 f"{kind}: {answer.reason}" for kind, answer in findings.answers.items()
             )
             diagnostics |= self._common_diagnostics()
-            return Reconstruction.none(Status.ABSTAINED, reasons, **diagnostics)
+            return Reconstruction.abstained(reasons, **diagnostics)
         verdict = self._verdict(batch)
         verified = verdict.verified
         if verified:
@@ -459,7 +455,7 @@ class _Attempt:
             status=Status.RECOVERED,
             sequences=closed,
             evidence=tuple(0.0 if verified else choice.evidence.get(ids, 0.0) for ids in batch),
-            tokens=_tokens(closed),
+            tokens=tokens_of(closed),
             diagnostics={
                 **diagnostics,
                 **verdict.diagnostics(),
@@ -476,7 +472,7 @@ class _Attempt:
         if not choice.batch:
             return set(), {}
         batch, residual = choice.batch, {"residual": choice.residual}
-        reserve = Reserve.of(self._pace, self.rest, [guess.ids for guess in batch])
+        reserve = Reserve(self._pace, self.rest, [guess.ids for guess in batch])
         spare = reserve.gradients_in(self._clock.left()) - len(batch)
         if spare < FEWEST:
             self._clock.rang = True
@@ -505,11 +501,6 @@ class _Attempt:
         return certificate.judge(self._model, batch, self._seen, self._clock)
 
 
-def _tokens(sequences: Sequence[Ids]) -> tuple[int, ...]:
-    """Returns the distinct tokens of sequences."""
-    return tuple(sorted({token for ids in sequences for token in ids}))
-
-
 _NOT_PROVED = {
     True: "nothing proved: the likeliest sequences",
     False: "nothing proved: guesses that explain no more than random texts do",
@@ -522,7 +513,7 @@ def read_with(
     model: LanguageModel,
     clues: Clues,
     rng: torch.Generator,
-    on_progress: Callable[[Progress], None],
+    on_progress: Show,
 ) -> Reading:
     """Runs an attack of the ensemble.
 
@@ -537,26 +528,15 @@ def read_with(
         rng: A random stream.
         on_progress: Called with the progress.
     """
-    if isinstance(attack, PositionMarginals):
-        return attack.reading(seen, model)
     if isinstance(attack, MaximumLikelihood):
-        return attack.reading(seen, model, on_progress, clues.sequences)
-    if isinstance(attack, QueryGradients):
-        return attack.reading(seen, model, on_progress=on_progress)
-    if isinstance(attack, Keyspan):
-        return attack.reading(seen, model, rng=rng, on_progress=on_progress)
-    if isinstance(attack, Dager):
-        answer = attack(seen, model, rng=rng, on_progress=on_progress)
-        return Reading(answer, answer.sequences or ())
-    if isinstance(attack, StatePursuit):
-        answer = attack(seen, model, rng=rng, on_progress=on_progress)
-        end = len(frame(model).last)
-        return Reading(answer, tuple(ids[: len(ids) - end] for ids in answer.sequences or ()))
+        return attack.reading(seen, model, rng, on_progress, clues.sequences)
+    if not isinstance(attack, Lamp):
+        return attack.reading(seen, model, rng, on_progress)
     whole = replace(
         clues, sequences=tuple(certificate.close(model, ids) for ids in clues.sequences)
     )
     (match,) = attack.matches(
         [seen], model, rngs=[rng], report=lambda _, how: on_progress(how), clues=[whole]
     )
-    end = 0 if model.task == CLASSIFICATION else len(frame(model).last)
-    return match._replace(sequences=tuple(ids[: len(ids) - end] for ids in match.sequences))
+    opened = tuple(certificate.opened(model, ids) for ids in match.sequences)
+    return match._replace(sequences=opened)

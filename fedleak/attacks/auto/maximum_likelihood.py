@@ -48,7 +48,7 @@ Shapes: V words, T places, D hidden size, N texts, C labels, X numbers of a tens
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Annotated, Any, ClassVar, NamedTuple
@@ -57,28 +57,32 @@ import torch
 from pydantic import AfterValidator, Field
 from torch import Tensor
 
-from fedleak.attacks import AttackSetting, OneByOne, Progress, certificate
-from fedleak.attacks.analytic.embedding_rows import above_noise
-from fedleak.attacks.analytic.label_counts import label_counts
+from fedleak.attacks import AttackSetting, Progress, Show, certificate
+from fedleak.attacks.analytic.facts import above_noise, label_counts
 from fedleak.attacks.auto.coarseness import EXACT, Coarseness, coarseness
 from fedleak.attacks.auto.evidence import gradients_of
-from fedleak.attacks.auto.joint_likelihood import MOST_TEXTS, Joint, Search, table
+from fedleak.attacks.auto.joint_likelihood import (
+    AT_ONCE,
+    MOST_TEXTS,
+    Joint,
+    Search,
+    prior_nats,
+    table,
+)
 from fedleak.attacks.auto.text_by_text import TextSearch
 from fedleak.attacks.certificate import NOTHING_PROVED, PRECISION, as_gradient, is_linear
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.matching.batch_structure import Frame, frame
 from fedleak.attacks.matching.factored_gradients import BatchGradients
 from fedleak.attacks.matching.gradient_distance import Gradient
-from fedleak.attacks.reconstruction import Reconstruction, Status
-from fedleak.attacks.subspace.answer import Reading
+from fedleak.attacks.reconstruction import Ids
+from fedleak.attacks.subspace.answer import Reader, Reading, answer_of
 from fedleak.attacks.subspace.pooled_span import SIGMAS, PooledSpan
 from fedleak.models import CLASSIFICATION, LanguageModel, absolute
 from fedleak.models import prior as priors
 from fedleak.models.prior import Prior
 from fedleak.training.observation import Observation
 from fedleak.util.rng import stream
-
-Ids = tuple[int, ...]
 
 _DIRECTIONS = 100.0
 """k: directions in which wrong words move the head's input."""
@@ -107,9 +111,6 @@ _APART = 30.0
 _BEAM, _STARTS, _STATES, _WORDS, _READ, _NEAREST = 32, 64, 4, 32, 12, 8
 """Texts of the beam; texts of it that are judged; texts improved side by side; words tried at a
 place; such texts that the prior reads whole; words that must be rejected at each place."""
-
-_AT_ONCE = 32
-"""Texts of a forward pass."""
 
 _LAST = 0.2
 """Share of the time of a search for several texts that is kept for judging which are likely."""
@@ -189,7 +190,7 @@ class Guess(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MaximumLikelihood(OneByOne):
+class MaximumLikelihood(Reader):
     """Texts under noise, or one in few bits, by their likelihood.
 
     Attributes:
@@ -217,36 +218,21 @@ class MaximumLikelihood(OneByOne):
             return "reads updates of classifiers: choose model.task = sequence-classification"
         if family.position_embedding is None:
             return "reads rows of positions, and the model's are rotary: choose another model.name"
-        needed = {family.word_embedding, family.position_embedding, family.classifier[0]}
-        if missing := needed - setting.shared:
-            return f"needs {' and '.join(sorted(missing))}, and clients send none: see update.share"
-        return None
-
-    def __call__(
-        self,
-        seen: Observation,
-        model: LanguageModel,
-        *,
-        rng: torch.Generator,
-        on_progress: Callable[[Progress], None] = lambda progress: None,
-    ) -> Reconstruction:
-        """Returns the most probable text that was found."""
-        return self.reading(seen, model, on_progress).answer
+        return setting.lacks(*setting.tables, family.classifier[0])
 
     @torch.no_grad()
     def reading(
         self,
         seen: Observation,
         model: LanguageModel,
-        on_progress: Callable[[Progress], None] = lambda progress: None,
+        rng: torch.Generator,
+        on_progress: Show,
         others_read: Sequence[Ids] = (),
     ) -> Reading:
-        """Returns the answer, and whether nothing but noise is left beside it.
+        """Returns the most probable text, and whether nothing but noise is left beside it.
 
         Args:
-            seen: What the server sees.
-            model: At the broadcast weights.
-            on_progress: Called with the progress.
+            seen, model, rng, on_progress: As in a call.
             others_read: Texts that other attacks read of a batch.
         """
         clock = Clock(self.seconds)
@@ -260,7 +246,7 @@ class MaximumLikelihood(OneByOne):
         elif size > MOST_TEXTS:
             noise = f"it reads at most {MOST_TEXTS} texts together, and this is of {size}"
         if isinstance(noise, str):
-            return Reading(Reconstruction.none(Status.ABSTAINED, noise))
+            return Reading.none(noise)
         coarse = coarseness(seen, names)
         if size > 1:
             return self._batch(seen, model, noise, coarse, on_progress, others_read, clock)
@@ -270,7 +256,7 @@ class MaximumLikelihood(OneByOne):
         )
         if rows is None:
             reason = f"no position's row stands out of the noise, of {noise:.2g}"
-            return Reading(Reconstruction.none(Status.ABSTAINED, reason, noise_scale=noise))
+            return Reading.none(reason, noise_scale=noise)
         behind = {name: observed[name] for name in sorted(names)}
         head = Head(model, behind, noise, coarse)
         prior = None if self.prior is None else priors.load(self.prior, model)
@@ -280,7 +266,7 @@ class MaximumLikelihood(OneByOne):
         numbers: dict[str, Any] = {"noise_scale": noise, "time_up": search.clock.rang}
         if best is None:
             reason = "time was up before a text was complete: raise seconds"
-            return Reading(Reconstruction.none(Status.ABSTAINED, reason, **numbers))
+            return Reading.none(reason, **numbers)
         others = [guess.excess for ids, guess in search.judged.items() if ids != best.ids]
         nearest = min(others, default=None)
         accepted = best.excess < SIGMAS
@@ -289,19 +275,16 @@ class MaximumLikelihood(OneByOne):
         # Numbers that came as they were prove a text, however few they are.
         verdict = certificate.judge(model, (best.ids,), seen) if accepted else NOTHING_PROVED
         likely = verdict.verified or (accepted and search.compared and clear)
-        answer = Reconstruction(
-            status=Status.RECOVERED,
-            sequences=(best.ids,),
-            evidence=(0.0 if verdict.verified else max(best.excess, 0.0),),
-            tokens=tuple(sorted(set(best.ids))),
+        answer = answer_of(
+            [best.ids],
+            [0.0 if verdict.verified else max(best.excess, 0.0)],
+            verdict,
             diagnostics=numbers
             | {"likely": [likely], "excess": best.excess, "nearest": nearest}
-            | {"label": best.label, "tried": len(others) + 1}
-            | verdict.diagnostics(),
-            verified=verdict.verified,
-            reason=verdict.remark() if verdict.verified else _REASONS[likely, accepted],
+            | {"label": best.label, "tried": len(others) + 1},
+            reason=_REASONS[likely, accepted],
         )
-        return Reading(answer, (best.ids,), settled=likely)
+        return Reading.of(answer, settled=likely)
 
     def _batch(
         self,
@@ -309,12 +292,12 @@ class MaximumLikelihood(OneByOne):
         model: LanguageModel,
         noise: float,
         coarse: Coarseness,
-        on_progress: Callable[[Progress], None],
+        on_progress: Show,
         others_read: Sequence[Ids],
         clock: Clock,
     ) -> Reading:
         """Returns the texts of a batch."""
-        observed, around, known = as_gradient(seen), frame(model), seen.knowledge
+        observed, known = as_gradient(seen), seen.knowledge
         labels = known.labels or _labels(seen, model)
         placed = None
         if coarse is not EXACT:
@@ -323,29 +306,25 @@ class MaximumLikelihood(OneByOne):
             reason = "the classes of the texts cannot be told: grant labels"
         else:
             joint = Joint(model, observed, noise, labels)
-            special = frozenset(model.special_ids())
-            placed = table(joint.word_VD, joint.place_PD, around, special)
+            placed = table(model, joint.word_VD, joint.place_PD)
             reason = f"no position's row stands out of the noise, of {noise:.2g}"
         if placed is None:
-            return Reading(Reconstruction.none(Status.ABSTAINED, reason, noise_scale=noise))
+            return Reading.none(reason, noise_scale=noise)
         prior = None if self.prior is None else priors.load(self.prior, model)
         span = PooledSpan(model, observed, noise, seen.update.num_examples)
         half = clock.part(2)
-        alone = TextSearch(model, joint, span, placed, around, known.lengths, prior, half)
+        alone = TextSearch(model, joint, span, placed, known.lengths, prior, half)
         texts = alone.run(on_progress, others_read)
         likely = alone.likely(texts, clock)
         if not all(likely) and not clock.up():
             until = clock.before(_LAST * clock.left())
-            together = Search(model, joint, span, placed, around, known.lengths, prior, until)
+            together = Search(model, joint, span, placed, known.lengths, prior, until)
             texts = together.run(texts, on_progress)
             likely = alone.likely(texts, clock)
         judgement = joint(texts)
-        excess = max(judgement.excess, 0.0)
-        answer = Reconstruction(
-            status=Status.RECOVERED,
-            sequences=texts,
-            evidence=(excess,) * len(texts),
-            tokens=tuple(sorted({token for ids in texts for token in ids})),
+        answer = answer_of(
+            texts,
+            [max(judgement.excess, 0.0)] * len(texts),
             diagnostics={
                 "noise_scale": noise,
                 "time_up": clock.rang or half.rang,
@@ -357,7 +336,7 @@ class MaximumLikelihood(OneByOne):
             reason=_REASONS[all(likely), judgement.excess < SIGMAS],
         )
         # Nobody else reads more of it, or tells what is likely.
-        return Reading(answer, texts, settled=True)
+        return Reading.of(answer, settled=True)
 
 
 def behind_layers(setting: AttackSetting) -> frozenset[str]:
@@ -496,8 +475,7 @@ def used_odds(energy_P: Tensor, width: int) -> Tensor:
     """Returns the log odds [P] that rows are used, by their squares in units of the noise's."""
     ratio_E = energy_P.new_tensor(_ENERGIES)
     gain_PE = 0.5 * energy_P[:, None] * ratio_E / (1 + ratio_E) - 0.5 * width * ratio_E.log1p()
-    odds_P: Tensor = gain_PE.logsumexp(1) - math.log(len(_ENERGIES))
-    return odds_P
+    return gain_PE.logsumexp(1) - math.log(len(_ENERGIES))
 
 
 def word_odds(rows: Rows) -> Tensor:
@@ -565,14 +543,13 @@ class Head:
 
         A gradient that points the other way explains nothing.
         """
-        parts = [texts[i : i + _AT_ONCE] for i in range(0, len(texts), _AT_ONCE)]
+        parts = [texts[i : i + AT_ONCE] for i in range(0, len(texts), AT_ONCE)]
         return torch.cat([self._excess(part, labels) for part in parts])
 
     def _excess(self, texts: Sequence[Ids], labels: Sequence[int]) -> Tensor:
         labels_NC = torch.tensor([list(labels)] * len(texts), device=self._model.device)
-        no_words_0 = torch.zeros(0, dtype=torch.long, device=self._model.device)
         with self._own.ready():
-            gradients = gradients_of(self._model, self._own, texts, labels_NC, no_words_0)
+            gradients = gradients_of(self._model, self._own, texts, labels_NC)
         formed_KX = torch.cat([_formed(gradients[name]) for name in self._names], 1)
         factor_K = formed_KX.new_full((len(formed_KX),), 1 / self._noise)
         if self._exact_X.any():
@@ -637,7 +614,7 @@ class _Search:
     judged: dict[Ids, Guess] = field(default_factory=dict)
     compared: bool = False
 
-    def run(self, on_progress: Callable[[Progress], None]) -> Guess | None:
+    def run(self, on_progress: Show) -> Guess | None:
         """Returns the most probable text; None: there was no time for any."""
         states = self._best_of(self._begun())[-_STATES:]
         if not states:
@@ -652,7 +629,7 @@ class _Search:
                 if place < len(self.around.first) or self._accepted(states):
                     continue
                 near = {ids for state in states for ids in self._near(state.ids, place, _WORDS)}
-                states = sorted({*states, *self._best_of(near - self.judged.keys())})[-_STATES:]
+                states = sorted({*states, *self._best_of(near)})[-_STATES:]
                 text = self.model.decode(states[-1].ids)
                 on_progress(Progress(step, end, states[-1].excess, text, f"sweep {sweep}"))
             if states == before and self.rows.in_text_V.any():
@@ -661,16 +638,14 @@ class _Search:
                     if self._accepted(states):
                         break
                     moved = _moved(states[-1].ids, place, len(self.around.last))
-                    states = sorted({*states, *self._best_of(moved - self.judged.keys())})[
-                        -_STATES:
-                    ]
+                    states = sorted({*states, *self._best_of(moved)})[-_STATES:]
         best = self._accepted(states) or states[-1]
         if self._accepted(states):
             places = range(len(self.around.first), end + 1)
             near_each = [
                 self._near(best.ids, place, _NEAREST) for place in self.clock.paced(places)
             ]
-            self._judge({ids for near in near_each for ids in near} - self.judged.keys())
+            self._judge({ids for near in near_each for ids in near})
             self.compared = len(near_each) == len(places)
         return best
 
@@ -729,23 +704,17 @@ class _Search:
 
     def _best_of(self, texts: Iterable[Ids]) -> list[Guess]:
         """Judges texts; returns the most probable ones, in rising order."""
-        guesses = self._judge(texts)
-        guesses = sorted(guesses)[-_READ:]
+        guesses = sorted(self._judge(texts))[-_READ:]
         if self.prior is not None and guesses:
-            longest = max(len(guess.ids) for guess in guesses)
-            ids_NT = torch.tensor([[*g.ids, *[0] * (longest - len(g.ids))] for g in guesses])
-            count_N = torch.tensor([len(guess.ids) for guess in guesses])
-            mask_NT = (torch.arange(longest) < count_N[:, None]).long()
-            nll_N = self.prior.nll(ids_NT.to(self.prior.device), mask_NT.to(self.prior.device))
-            read_N = (nll_N.cpu() * (count_N - 1)).tolist()
+            read = prior_nats(self.prior, self.model, [guess.ids for guess in guesses])
             guesses = [
-                g._replace(score=g.score - nll) for g, nll in zip(guesses, read_N, strict=True)
+                g._replace(score=g.score - nats) for g, nats in zip(guesses, read, strict=True)
             ]
         return sorted(guesses)[-_STATES:]
 
     def _judge(self, texts: Iterable[Ids]) -> list[Guess]:
-        """Returns texts with their best label, by rows and head alone."""
-        some = sorted(texts, key=lambda ids: (len(ids), ids))
+        """Returns texts that are new with their best label, by rows and head alone."""
+        some = sorted({*texts} - self.judged.keys(), key=lambda ids: (len(ids), ids))
         if not some:
             return []
         excess_N, label_N = self.head.excess(some, self.labels).min(1)

@@ -25,8 +25,9 @@ from torch.nn import functional as F
 from fedleak.attacks import AttackSetting, certificate
 from fedleak.attacks.imprinted.answer import answered, not_served
 from fedleak.attacks.imprinted.checksum import Text
+from fedleak.attacks.listening import listening
 from fedleak.attacks.matching.batch_structure import frame
-from fedleak.attacks.reconstruction import Reconstruction, Status
+from fedleak.attacks.reconstruction import Reconstruction
 from fedleak.attacks.subspace.span import ACCEPT, Span
 from fedleak.models import LanguageModel, pad
 from fedleak.models.family import lora_a, lora_b
@@ -87,7 +88,7 @@ class AdapterImprintReader:
         looked = _looked(model, certificate.as_gradient(seen))
         if not looked:
             reason = "no head's rows have a span: noise, or as many texts as the adapter's rank"
-            return Reconstruction.none(Status.ABSTAINED, reason)
+            return Reconstruction.abstained(reason)
         moment_OO = _moment(model, looked, rng)
         texts = [_text(words, model) for words in _linked(looked, moment_OO)]
         numbers = {"heads": len(looked), "tokens read": sum(len(own.tokens) for own in looked)}
@@ -152,16 +153,12 @@ def _moment(model: LanguageModel, looked: list[Looked], rng: torch.Generator) ->
         [drawn(at.get(place, words)) for place in range(drawn(lengths))] for _ in range(_MIXED)
     ]
     value = model.module.get_submodule(model.family.modules(0)["v"][0].removesuffix(".weight"))
-    outputs: list[Tensor] = []
-    handle = value.register_forward_hook(lambda module, args, out: outputs.append(out))
-    try:
-        ids_XT, mask_XT = pad(texts, 0, model.device)
+    ids_XT, mask_XT = pad(texts, 0, model.device)
+    with listening([value]) as heard:
         logits_XC = model.family.logits(model.module, mask_XT, ids_BT=ids_XT, embeds_BTD=None)
-    finally:
-        handle.remove()
     label_X = torch.randint(logits_XC.shape[1], (len(texts),), generator=rng).to(model.device)
     loss = F.cross_entropy(logits_XC, label_X, reduction="sum")
-    (gradient_XTO,) = torch.autograd.grad(loss, outputs[0])
+    (gradient_XTO,) = torch.autograd.grad(loss, heard[value][1])
     gradient_XO = gradient_XTO.sum(1).cpu().double()
     moment_OO = gradient_XO.T @ gradient_XO / len(texts)
     return moment_OO + _RIDGE * moment_OO.diagonal().mean() * torch.eye(len(moment_OO))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from fedleak.attacks.listening import listening
 from fedleak.attacks.matching.gradient_distance import Gradient, Outer
 from fedleak.models import LanguageModel
 
@@ -30,7 +31,7 @@ WeightRule = Callable[[nn.Module, Tensor, Tensor], Gradient]
 class BatchGradients:
     """Computes the gradients of guesses, as factors, for some of a model's parameters.
 
-    Within `ready` the model's parameters are frozen, and hooks keep the inputs of its layers.
+    Within `ready` the model's parameters are frozen.
 
     Args:
         model: The model.
@@ -46,22 +47,18 @@ class BatchGradients:
         words = model.family.word_embedding
         self._words = words if words in names else None
         owned = [n.rpartition(".") for n in names if n not in (*self._tables, words)]
-        self._modules = {path: model.module.get_submodule(path) for path, _, _ in owned}
-        self._rules = {path: _rule(path, module) for path, module in self._modules.items()}
+        self._paths = {model.module.get_submodule(path): path for path, _, _ in owned}
+        self._rules = {module: _rule(path, module) for module, path in self._paths.items()}
         for path, _, kind in owned:
             if kind not in ("weight", "bias"):
-                raise NotImplementedError(_no_rule(f"{path}.{kind}", self._modules[path]))
-        self._heard: list[tuple[str, Tensor, Tensor]] = []
+                module = model.module.get_submodule(path)
+                raise NotImplementedError(_no_rule(f"{path}.{kind}", module))
 
     @contextmanager
     def ready(self) -> Iterator["BatchGradients"]:
-        """Freezes the parameters and sets the hooks; afterwards the model is as it was before."""
+        """Freezes the parameters; afterwards the model is as it was before."""
         trained = [p for p in self._model.module.parameters() if p.requires_grad]
         attention = _attend_by(self._model.module, "eager")
-        hooks = [
-            module.register_forward_hook(self._listener(path))
-            for path, module in self._modules.items()
-        ]
         for parameter in trained:
             parameter.requires_grad_(False)
         try:
@@ -69,16 +66,7 @@ class BatchGradients:
         finally:
             for parameter in trained:
                 parameter.requires_grad_(True)
-            for hook in hooks:
-                hook.remove()
-            self._heard.clear()
             _attend_by(self._model.module, attention)
-
-    def _listener(self, path: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
-        def hear(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            self._heard.append((path, inputs[0], output))
-
-        return hear
 
     def __call__(
         self,
@@ -105,15 +93,14 @@ class BatchGradients:
             x_STD = x_RKBTD.flatten(0, 2)
             if not differentiable:
                 x_STD = x_STD.detach().requires_grad_()
-            self._heard.clear()
             # PyTorch's fused kernels are faster, but have no second derivative.
             _attend_by(self._model.module, "eager" if differentiable else "sdpa")
-            logits = self._model.family.logits(
-                self._model.module, mask_ST, ids_BT=None, embeds_BTD=x_STD
-            )
-            heard, self._heard = self._heard, []
+            with listening(self._paths) as heard:
+                logits = self._model.family.logits(
+                    self._model.module, mask_ST, ids_BT=None, embeds_BTD=x_STD
+                )
             rows_too = bool(self._tables) or self._words is not None
-            at = [output for _, _, output in heard] + ([x_STD] if rows_too else [])
+            at = [output for _, output in heard.values()] + ([x_STD] if rows_too else [])
             grad = logit_grad(logits)
             deltas = torch.autograd.grad(
                 logits,
@@ -122,8 +109,6 @@ class BatchGradients:
                 create_graph=differentiable,
                 materialize_grads=True,
             )
-        if not differentiable:
-            heard = [(path, given.detach(), output.detach()) for path, given, output in heard]
 
         def rows(value: Tensor) -> Tensor:
             """Returns it as [R, K, N, ...]."""
@@ -131,12 +116,12 @@ class BatchGradients:
 
         gradients: dict[str, Gradient] = {}
         with torch.set_grad_enabled(differentiable):
-            for (path, given, _), delta in zip(heard, deltas, strict=False):
-                delta_RKNY = rows(delta)
+            for (module, (given, _)), delta in zip(heard.items(), deltas, strict=False):
+                delta_RKNY, path = rows(delta), self._paths[module]
                 weight, bias = f"{path}.weight", f"{path}.bias"
                 if weight in self._names:
-                    layer = self._modules[path]
-                    gradients[weight] = self._rules[path](layer, rows(given), delta_RKNY)
+                    given_RKNX = rows(given if differentiable else given.detach())
+                    gradients[weight] = self._rules[module](module, given_RKNX, delta_RKNY)
                 if bias in self._names:
                     gradients[bias] = delta_RKNY.sum(2)
             if not rows_too:

@@ -29,7 +29,7 @@ from fedleak.attacks.matching.gradient_distance import Loss
 from fedleak.attacks.matching.objective import Objective, joint_objective
 from fedleak.attacks.matching.optimizer import Descent, Found, MatchingConfig, Search, Watch
 from fedleak.attacks.matching.victims import Victim, alike, victim_of
-from fedleak.attacks.reconstruction import Reconstruction, Status
+from fedleak.attacks.reconstruction import Ids, Reconstruction, Status, tokens_of
 from fedleak.attacks.subspace.answer import Reading
 from fedleak.models import LanguageModel
 from fedleak.models import prior as priors
@@ -60,7 +60,7 @@ _CHANCE = 0.5
 """Lengths that were only tried are believed below this share of a random text's distance."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class MatchingMethod:
     """How an attack matches gradients.
 
@@ -186,8 +186,7 @@ class GradientMatching(ABC):
             if victim.observed:
                 victims[i] = victim
             else:
-                reason = "every tensor of the update is zero: nothing to match"
-                answers[i] = Reading(Reconstruction.none(Status.ABSTAINED, reason))
+                answers[i] = Reading.none("every tensor of the update is zero: nothing to match")
         waiting = len(victims)
         for group in alike(victims, self.starts_of_each, model.device):
             chosen = {i: victims[i] for i in group}
@@ -246,8 +245,7 @@ class GradientMatching(ABC):
         rows = rows_in_time(group, self.starts_of_each, step, clock)
         if not rows:
             reason = f"no step of the search ends in seconds = {self.seconds:g}: give it more"
-            late = Reconstruction.none(Status.ABSTAINED, reason, time_up=True)
-            return dict.fromkeys(victims, Reading(late))
+            return dict.fromkeys(victims, Reading.none(reason, time_up=True))
         of_row, rng_R = [of_row[r] for r in rows], [rng_R[r] for r in rows]
         prior = None if method.prior is None else priors.load(method.prior, model)
         config = starts_in_time(config, step * len(rows), clock)
@@ -262,19 +260,9 @@ class GradientMatching(ABC):
             victims.items(), guesses, apart_U, chance_U, strict=True
         ):
             sequences = tuple(objective.rows.sequences(best.row_index, best.ids_BT))
-            reconstruction = answer(
-                victim,
-                model,
-                sequences,
-                apart=float(apart),
-                chance=float(chance),
-                clock=clock,
-            )
-            if watch.rang or clock.rang:
-                reconstruction = replace(
-                    reconstruction, diagnostics={**reconstruction.diagnostics, "time_up": True}
-                )
-            matches[number] = Reading(reconstruction, sequences)
+            reconstruction = answer(victim, model, sequences, float(apart), float(chance), clock)
+            late = watch.late() | clock.late()
+            matches[number] = Reading(reconstruction.with_diagnostics(**late), sequences)
         return matches
 
 
@@ -362,8 +350,7 @@ def by_chance(objective: Objective, victims: int) -> list[Found]:
 def answer(
     victim: Victim,
     model: LanguageModel,
-    sequences: Sequence[tuple[int, ...]],
-    *,
+    sequences: Sequence[Ids],
     apart: float,
     chance: float,
     clock: Clock,
@@ -380,13 +367,13 @@ def answer(
     """
     if not victim.shapes.lengths_known and not apart < _CHANCE * chance:
         reason = "lengths are not known, and none of those tried comes near the update"
-        return Reconstruction.none(Status.ABSTAINED, reason, distance=apart)
+        return Reconstruction.abstained(reason, distance=apart)
     seen = victim.seen
     return Reconstruction(
         status=Status.RECOVERED,
         sequences=tuple(sequences),
         evidence=(apart,) * len(sequences),
-        tokens=tuple(sorted({token for ids in sequences for token in ids})),
+        tokens=tokens_of(sequences),
         diagnostics={
             "distance": apart,
             "distance_by_chance": chance,

@@ -81,7 +81,7 @@ class Objective:
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Freezes the parameters and sets the hooks; afterwards the model is as it was before."""
+        """Freezes the parameters; afterwards the model is as it was before."""
         with ExitStack() as listening:
             for judge in (self, self.rough):
                 if judge is not None:

@@ -1,5 +1,6 @@
 """The sequences that a search on spans has judged, and the answer that they make."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -7,13 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedleak.attacks import Progress
-from fedleak.attacks.certificate import Member, Verdict
+from fedleak.attacks import OneByOne, Progress, Show
+from fedleak.attacks.certificate import NOTHING_PROVED, Member, Verdict
 from fedleak.attacks.clock import Clock
-from fedleak.attacks.reconstruction import Reconstruction, Status
+from fedleak.attacks.reconstruction import Ids, Reconstruction, Status, tokens_of
 from fedleak.attacks.subspace.span import LayerSpans, margin
 from fedleak.models import LanguageModel
 from fedleak.models.family import FirstBlock
+from fedleak.training.observation import Observation
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Judged:
         rejected: The smallest residual of a sequence that did not pass in its place.
     """
 
-    ids: tuple[int, ...]
+    ids: Ids
     excess: float
     rejected: float
 
@@ -45,18 +47,49 @@ class Reading(NamedTuple):
     """
 
     answer: Reconstruction
-    sequences: tuple[tuple[int, ...], ...] = ()
+    sequences: tuple[Ids, ...] = ()
     members: tuple[Member, ...] = ()
     tokens: tuple[int, ...] = ()
     scale: float = 1.0
     settled: bool = False
+
+    @classmethod
+    def of(cls, answer: Reconstruction, **certain: Any) -> "Reading":
+        """Returns what an attack found whose answer holds all that it read."""
+        return cls(answer, answer.sequences or (), **certain)
+
+    @classmethod
+    def none(cls, reason: str, **diagnostics: Any) -> "Reading":
+        """Returns that nothing was found, and why."""
+        return cls(Reconstruction.abstained(reason, **diagnostics))
+
+
+class Reader(OneByOne):
+    """Base class of an attack that other attacks build on: its answer is that of its reading."""
+
+    @abstractmethod
+    def reading(
+        self, seen: Observation, model: LanguageModel, rng: torch.Generator, on_progress: Show
+    ) -> Reading:
+        """Returns the answer, and what of it is certain. Arguments: as in a call."""
+
+    def __call__(
+        self,
+        seen: Observation,
+        model: LanguageModel,
+        *,
+        rng: torch.Generator,
+        on_progress: Show = lambda progress: None,
+    ) -> Reconstruction:
+        """Returns the answer of the reading."""
+        return self.reading(seen, model, rng, on_progress).answer
 
 
 OnJudged = Callable[[int, int, Judged], None]
 """(steps of a search that are done, all steps, the nearest sequence so far) -> None."""
 
 
-def telling(on_progress: Callable[[Progress], None], model: LanguageModel) -> OnJudged:
+def telling(on_progress: Show, model: LanguageModel) -> OnJudged:
     """Returns a function that passes sequences to `on_progress` as text."""
 
     def tell(step: int, steps: int, nearest: Judged) -> None:
@@ -123,7 +156,7 @@ def recovered(
     sequences: Sequence[Judged],
     verdict: Verdict,
     *,
-    tokens: Iterable[int],
+    tokens: Iterable[int] | None = None,
     diagnostics: Mapping[str, Any],
     reason: str,
 ) -> Reconstruction:
@@ -132,20 +165,48 @@ def recovered(
     Args:
         sequences: Best first.
         verdict: Of the batch that they make up.
-        tokens: The token bag, in rising order.
+        tokens: The token bag, in rising order; None: the tokens of the sequences.
         diagnostics: How it went, without the verdict.
-        reason: Why nothing is proved; empty if something is.
+        reason: Why nothing is proved, if nothing is.
+    """
+    return answer_of(
+        [sequence.ids for sequence in sequences],
+        [sequence.excess for sequence in sequences],
+        verdict,
+        margins=[margin(sequence.excess, sequence.rejected) for sequence in sequences],
+        tokens=tokens,
+        diagnostics=diagnostics,
+        reason=reason,
+    )
+
+
+def answer_of(
+    sequences: Sequence[Ids],
+    evidence: Iterable[float],
+    verdict: Verdict = NOTHING_PROVED,
+    *,
+    margins: Iterable[float | None] = (),
+    tokens: Iterable[int] | None = None,
+    diagnostics: Mapping[str, Any],
+    reason: str,
+) -> Reconstruction:
+    """Returns the answer that consists of sequences.
+
+    Args:
+        sequences: Best first.
+        evidence, margins: Of each, as in a `Reconstruction`.
+        verdict: Of the batch that they make up.
+        tokens: The token bag, in rising order; None: the tokens of the sequences.
+        diagnostics: How it went, without the verdict.
+        reason: Why nothing is proved, if nothing is.
     """
     return Reconstruction(
         status=Status.RECOVERED,
-        sequences=tuple(sequence.ids for sequence in sequences),
-        evidence=tuple(sequence.excess for sequence in sequences),
-        margins=tuple(margin(sequence.excess, sequence.rejected) for sequence in sequences),
-        tokens=tuple(tokens),
-        diagnostics={
-            **diagnostics,
-            **verdict.diagnostics(),
-        },
+        sequences=tuple(sequences),
+        evidence=tuple(evidence),
+        margins=tuple(margins),
+        tokens=tokens_of(sequences) if tokens is None else tuple(tokens),
+        diagnostics={**diagnostics, **verdict.diagnostics()},
         verified=verdict.verified,
-        reason=reason or verdict.remark(),
+        reason=verdict.remark() if verdict.verified else reason,
     )

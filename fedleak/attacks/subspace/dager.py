@@ -20,7 +20,6 @@ T tokens of a prefix, D hidden size, H heads, K head size, S sketch columns; X: 
 """
 
 import math
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
@@ -28,11 +27,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedleak.attacks import AttackSetting, OneByOne, Progress, certificate
+from fedleak.attacks import AttackSetting, Show, certificate
 from fedleak.attacks.clock import Clock
-from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.attacks.subspace.answer import (
     Judged,
+    Reader,
+    Reading,
     SpanSearch,
     by_excess,
     ranked,
@@ -44,7 +44,6 @@ from fedleak.attacks.subspace.span import (
     ACCEPT,
     REPEATS,
     SKETCH,
-    LayerSpans,
     ProjectedSpan,
     Span,
     layer_spans,
@@ -60,7 +59,7 @@ _NEAR = ACCEPT**2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dager(OneByOne):
+class Dager(Reader):
     """Exact token sequences from the first two layers' attention gradients.
 
     Attributes:
@@ -105,20 +104,17 @@ class Dager(OneByOne):
         return with_adapters((*inputs, *family.modules(0)["o"])) | second | {*family.classifier}
 
     @torch.no_grad()
-    def __call__(
-        self,
-        seen: Observation,
-        model: LanguageModel,
-        *,
-        rng: torch.Generator,
-        on_progress: Callable[[Progress], None] = lambda progress: None,
-    ) -> Reconstruction:
-        """Returns the sequences whose every token passes both layers' span checks."""
+    def reading(
+        self, seen: Observation, model: LanguageModel, rng: torch.Generator, on_progress: Show
+    ) -> Reading:
+        """Returns the sequences whose every token passes both layers' span checks.
+
+        Their multiplicities, and a proof, are returned where the gradient gives them.
+        """
         clock, tell = Clock(self.seconds), telling(on_progress, model)
         spans = layer_spans(model, certificate.as_gradient(seen))
         if spans is None:
-            return Reconstruction.none(
-                Status.ABSTAINED,
+            return Reading.none(
                 "nothing proved: the gradients' row space has no end above their noise, or holds "
                 f"as many tokens as the hidden size ({model.hidden_size}) or an adapter's rank",
             )
@@ -131,18 +127,6 @@ class Dager(OneByOne):
         else:
             effort = Effort(self.enumerate_up_to, self.searches, self.kicks)
             sentences = search_sentences(search, model.tokenizer.sep_token_id, effort)
-        return self._answer(sentences, spans, slots, seen, model, clock)
-
-    def _answer(
-        self,
-        sentences: list[Judged],
-        spans: LayerSpans,
-        slots: list[Tensor],
-        seen: Observation,
-        model: LanguageModel,
-        clock: Clock,
-    ) -> Reconstruction:
-        """Returns the sequences, with multiplicities and a proof where the gradient gives them."""
         exact = spans.second.exact
         passed = [sentence for sentence in sentences if exact and sentence.excess < ACCEPT]
         diagnostics: dict[str, Any] = {
@@ -154,31 +138,21 @@ class Dager(OneByOne):
             reason = "nothing proved: no sequence passes the second layer's check"
             if clock.rang:
                 reason = f"nothing passed in seconds = {self.seconds:g}: give it more"
-                diagnostics["time_up"] = True
-            return Reconstruction.none(Status.ABSTAINED, reason, **diagnostics)
+            return Reading.none(reason, **diagnostics, **clock.late())
         ids = [sentence.ids for sentence in passed] if self.certify else []
         verdict = certificate.judge(model, ids, seen, clock)
-        if clock.rang:
-            diagnostics["time_up"] = True
+        diagnostics |= clock.late()
         # Only the gradient tells a sequence that begins another, or that occurs twice.
         known = {sentence.ids for sentence in sentences}
-        begun = [
-            replace(_nearest_beginning_with(ids, sentences), ids=ids)
-            for ids in verdict.repeats
-            if ids not in known
-        ]
+        begun = []
+        for text in verdict.repeats:
+            if text not in known:
+                longer = [sentence for sentence in sentences if sentence.ids[: len(text)] == text]
+                begun.append(replace(min(longer, key=by_excess), ids=text))
         # Noise lets any number of them pass.
-        sequences = ranked([*sentences, *begun], verdict, seen.update.num_examples)
-        tokens = sorted({token for sequence in sequences for token in sequence.ids})
+        sequences = ranked([*sentences, *begun], verdict, wanted)
         reason = "" if passed else "nothing proved: these are the likeliest sequences"
-        return recovered(sequences, verdict, tokens=tokens, diagnostics=diagnostics, reason=reason)
-
-
-def _nearest_beginning_with(ids: tuple[int, ...], sentences: Iterable[Judged]) -> Judged:
-    """Returns the nearest sequence that begins with these tokens."""
-    return min(
-        (sentence for sentence in sentences if sentence.ids[: len(ids)] == ids), key=by_excess
-    )
+        return Reading.of(recovered(sequences, verdict, diagnostics=diagnostics, reason=reason))
 
 
 def candidates(

@@ -30,10 +30,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fedleak.attacks.certificate import NOTHING_PROVED
 from fedleak.attacks.clock import Clock
-from fedleak.attacks.subspace.answer import OnJudged
+from fedleak.attacks.reconstruction import tokens_of
+from fedleak.attacks.subspace.answer import OnJudged, Reading, recovered
 from fedleak.attacks.subspace.atoms import Atoms, atoms_of
-from fedleak.attacks.subspace.beam_search import WORTH_A_LOOK, Spanned, grow, needed
+from fedleak.attacks.subspace.beam_search import Spanned, read_seeds
 from fedleak.attacks.subspace.span import ACCEPT, Span, row_space
 from fedleak.attacks.subspace.token_bag import TokenBag
 from fedleak.models import LanguageModel
@@ -85,20 +87,11 @@ class Inputs(NamedTuple):
     x_ND: Tensor
 
 
-class DroppedBatch(NamedTuple):
-    """What was read from a batch with dropout.
-
-    Attributes:
-        texts: Texts that span the gradients at their seeds.
-        tokens: The token bag, in rising order.
-        inputs: How many there are.
-        determined: The texts are the whole batch (head of the file).
-    """
-
-    texts: list[Spanned]
-    tokens: tuple[int, ...]
-    inputs: int
-    determined: bool
+_REASONS = {
+    True: "not recomputed: texts that use all inputs of the first layer as dropout left them, each "
+    "once, and whose spans hold the gradients at all words",
+    False: "nothing determined: texts whose spans hold the gradients at a word, with dropout",
+}
 
 
 def read_dropped(
@@ -108,8 +101,10 @@ def read_dropped(
     width: int,
     clock: Clock,
     tell: OnJudged,
-) -> DroppedBatch | None:
-    """Returns what is read from a batch; None if not all inputs, or no text, are found.
+) -> Reading | None:
+    """Returns what is read from a batch, whose gradient cannot be recomputed.
+
+    None if not all inputs, or no text, are found.
 
     Args:
         model: At the broadcast weights.
@@ -136,12 +131,21 @@ def read_dropped(
     texts, whole = group(make_dropped(model, gradients, inputs, span), width, clock, tell)
     if not texts:
         return None
-    return DroppedBatch(
-        texts=texts,
-        tokens=tuple(sorted(set(inputs.ids_N.tolist()))),
-        inputs=span.rank,
-        determined=whole and len(texts) == size,
+    tokens, determined = tokens_of([inputs.ids_N.tolist()]), whole and len(texts) == size
+    answer = recovered(
+        texts,
+        NOTHING_PROVED,
+        tokens=tokens,
+        diagnostics={
+            "rank": span.rank,
+            "budget": [span.rank, model.hidden_size],
+            "candidates": {"tokens": len(tokens), "pairs": span.rank, "spanned": len(texts)},
+            "determined": determined,
+            **clock.late(),
+        },
+        reason=_REASONS[determined],
     )
+    return Reading.of(answer, tokens=tokens, settled=determined)
 
 
 def find_inputs(
@@ -160,9 +164,8 @@ def find_inputs(
     table = model.family.token_table(model.module)
     ids_C = words_V.repeat_interleave(places)
     place_C = torch.arange(places, device=words_V.device).repeat(len(words_V))
-    if not model.family.causal:
-        first_C = (ids_C == model.tokenizer.cls_token_id) == (place_C == 0)
-        ids_C, place_C = ids_C[first_C], place_C[first_C]
+    first_C = (ids_C == model.tokenizer.cls_token_id) == (place_C == 0)
+    ids_C, place_C = ids_C[first_C], place_C[first_C]
     x_CD = table(ids_C, place_C).double()
     masks: dict[int, list[Tensor]] = defaultdict(list)
     waiting = span.excess(x_CD).argsort().tolist()
@@ -228,8 +231,7 @@ def _cost(x_D: Tensor, masks: Sequence[Tensor], turn: int) -> Tensor:
     """Returns the cost [D] of deviations: more where a known mask lost a number, and random."""
     lost_D = 1 - torch.stack([torch.ones_like(x_D), *masks]).amin(0)
     chance_D = torch.randn(len(x_D), generator=torch.Generator().manual_seed(turn))
-    cost_D: Tensor = (1 + _DEARER * lost_D) * (chance_D.exp().to(x_D) if turn else 1)
-    return cost_D
+    return (1 + _DEARER * lost_D) * (chance_D.exp().to(x_D) if turn else 1)
 
 
 def _parts(index: Sequence[int]) -> list[Sequence[int]]:
@@ -252,9 +254,6 @@ def make_dropped(
         tokens_N=inputs.ids_N,
         positions=int(inputs.place_N.max()) + 1,
         basis_MD=inputs.x_ND,
-        worst_accepted=0.0,
-        best_rejected=float("inf"),
-        exact=True,
     )
     every_A = torch.arange(len(inputs.ids_N), device=inputs.ids_N.device)
     x_AD = inputs.x_ND.to(model.family.token_table(model.module).token_VD.dtype)
@@ -280,9 +279,9 @@ def group(atoms: Atoms, width: int, clock: Clock, tell: OnJudged) -> tuple[list[
         if marks_N[seed] or not free_N[seed]:
             continue
         index_A = free_N.nonzero()[:, 0]
-        spanning = _text(_only(atoms, index_A), seed, width, clock)
-        if spanning is not None:
-            text, members_M = spanning[0], index_A[spanning[1]]
+        text = next(read_seeds(_only(atoms, index_A), [seed], width, clock), None)
+        if text is not None and text.passed:
+            members_M = index_A[text.members_M]
             texts.append(text)
             free_N[members_M] = False
             words = [at for at in members_M if not marks_N[at]]
@@ -291,29 +290,11 @@ def group(atoms: Atoms, width: int, clock: Clock, tell: OnJudged) -> tuple[list[
     return texts, agree and not free_N.any()
 
 
-def _text(atoms: Atoms, seed: int, width: int, clock: Clock) -> tuple[Spanned, Tensor] | None:
-    """Returns the text of a seed, and its atoms; None if no set of them spans its gradients."""
-    seeds_S = torch.tensor([seed], device=atoms.bag_A.device)
-    for members_SWM, at_SW, rest_SW in grow(atoms, seeds_S, width):
-        best = int(rest_SW[0].argmin())
-        if rest_SW[0, best] < WORTH_A_LOOK:
-            members_M, excess, rejected = needed(
-                atoms, seed, members_SWM[0, best], at_SW[0, best], clock
-            )
-            if rejected and excess < ACCEPT and atoms.whole(members_M):
-                ids = atoms.ids(members_M)
-                return Spanned(ids=ids, excess=excess, rejected=rejected, seed=seed), members_M
-        if clock.up():
-            break
-    return None
-
-
 def _only(atoms: Atoms, index_A: Tensor) -> Atoms:
     """Returns some of the atoms; tokens of the bag keep their numbers."""
     return replace(
         atoms,
         bag_A=atoms.bag_A[index_A],
-        token_A=atoms.token_A[index_A],
         position_A=atoms.position_A[index_A],
         vector_HAK=atoms.vector_HAK[:, index_A],
     )

@@ -26,20 +26,21 @@ Shapes: N tokens of the bag, A atoms, H heads (of queries, then of keys), K head
 size, C classes; X: any axes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedleak.attacks import AttackSetting, OneByOne, Progress, certificate
+from fedleak.attacks import AttackSetting, Show, certificate
 from fedleak.attacks.clock import Clock
-from fedleak.attacks.reconstruction import Reconstruction, Status
+from fedleak.attacks.reconstruction import Ids, Reconstruction
 from fedleak.attacks.subspace.answer import (
     Judged,
     OnJudged,
+    Reader,
     Reading,
     by_excess,
     distinct,
@@ -50,7 +51,7 @@ from fedleak.attacks.subspace.answer import (
 from fedleak.attacks.subspace.atoms import Atoms, Targets, make_atoms
 from fedleak.attacks.subspace.beam_search import Spanned, read_seeds
 from fedleak.attacks.subspace.completion import completed
-from fedleak.attacks.subspace.dropped_inputs import DroppedBatch, read_dropped
+from fedleak.attacks.subspace.dropped_inputs import read_dropped
 from fedleak.attacks.subspace.paired_texts import read_pairs
 from fedleak.attacks.subspace.pooled_span import PooledSpan
 from fedleak.attacks.subspace.prefix_tree import Prefixes, make_prefixes, read_tree
@@ -76,7 +77,7 @@ _TOGETHER = 32
 
 
 @dataclass(frozen=True)
-class Keyspan(OneByOne):
+class Keyspan(Reader):
     """Whole sentences and the exact token bag from the first attention layer's gradients alone.
 
     Attributes:
@@ -111,36 +112,18 @@ class Keyspan(OneByOne):
         a classifier also the last block, which groups words if pruning hides queries.
         """
         family = setting.family
-        places = () if family.position_embedding is None else (family.position_embedding,)
-        tables = (family.word_embedding, *places)
         last = family.modules(setting.num_layers - 1)
         pooled = [name for letter in "ofp" for name in last.get(letter, ())]
         pooled = pooled if setting.task == CLASSIFICATION else []
-        return frozenset((*family.attention_parameters(0), *family.classifier, *tables, *pooled))
-
-    def __call__(
-        self,
-        seen: Observation,
-        model: LanguageModel,
-        *,
-        rng: torch.Generator,
-        on_progress: Callable[[Progress], None] = lambda progress: None,
-    ) -> Reconstruction:
-        """Returns the sentences whose keys and queries span the gradients at their tokens."""
-        return self.reading(seen, model, rng=rng, on_progress=on_progress).answer
+        return setting.tables | {*family.attention_parameters(0), *family.classifier, *pooled}
 
     @torch.no_grad()
     def reading(
-        self,
-        seen: Observation,
-        model: LanguageModel,
-        *,
-        rng: torch.Generator,
-        on_progress: Callable[[Progress], None],
+        self, seen: Observation, model: LanguageModel, rng: torch.Generator, on_progress: Show
     ) -> Reading:
-        """Returns the answer, and what of it is certain."""
+        """Returns the sentences whose keys and queries span the gradients at their tokens."""
         clock, tell = Clock(self.seconds), telling(on_progress, model)
-        observed = certificate.as_gradient(seen)
+        observed, size = certificate.as_gradient(seen), seen.update.num_examples
         names = [name for name in model.family.attention_parameters(0) if name in observed]
         mended = completed(model, seen, observed, names)
         whole = left = mended or {name: observed[name] for name in names}
@@ -149,16 +132,16 @@ class Keyspan(OneByOne):
         most = len(_RUNS) if rotary else _TRIES
         among_N, effort = _looked_up(model, observed), 1
         passes: list[Targets] = []
-        passed: dict[tuple[int, ...], Judged] = {}
+        passed: dict[Ids, Judged] = {}
         nearest: list[Spanned] = []
-        proofs: list[Proof] = []
+        proofs: list[certificate.Proof] = []
         counted = certificate.Counted([], 1.0)
         while (atoms := make(model, left, whole, among_N=among_N, rng=rng)) is not None:
             passes.append(atoms)
             if isinstance(atoms, Prefixes):
                 spanned, nearest = read_tree(atoms, _RUNS[effort - 1], clock, tell)
             else:
-                seeds = seeds_of(atoms, model.special_ids(), seen.update.num_examples)
+                seeds = seeds_of(atoms, model.special_ids(), size)
                 width = self.beam * _WIDER ** (effort - 1)
                 spanned, nearest = read_sentences(atoms, seeds, width, clock, tell)
             linear = certificate.is_linear(seen)
@@ -184,14 +167,15 @@ class Keyspan(OneByOne):
             effort = 1 if new else effort + 1
             among_N = atoms.bag.tokens_N
         if not passes and not rotary and seen.knowledge.dropout is not False:
-            size = seen.update.num_examples
             dropped = read_dropped(model, observed, size, self.beam, clock, tell)
             if dropped is not None:
-                return _reading_of(dropped, model.hidden_size, time_up=clock.rang)
+                return dropped
         members = [known for known in counted.of_pulls if known]
         first = passes[0] if passes else None
-        if mended and isinstance(first, Atoms) and len(members) < seen.update.num_examples:
-            paired = self._paired(first, seen, model, rng, clock, tell)
+        if mended and isinstance(first, Atoms) and len(members) < size:
+            several = model.task == CLASSIFICATION and size > 1 and first.span.exact
+            span = PooledSpan(model, observed, 1.0, size) if several else None
+            paired = read_pairs(first, span, size, rng, clock, tell) if span else []
             passed = {**{text.ids: text for text in paired}, **passed}
             if passed:
                 members = certificate.explain(model, [*passed], seen, clock) or members
@@ -199,43 +183,12 @@ class Keyspan(OneByOne):
         # Noise lets a wrong sentence explain a gradient, too.
         certain = members if passes and passes[0].span.exact else []
         if clock.rang:
-            answer = self._late(answer)
+            late = f"nothing proved in seconds = {self.seconds:g}"
+            late += ": sentences that are here are guesses"
+            answer = replace(answer.with_diagnostics(time_up=True), reason=answer.reason and late)
         # It blurs the bag, too; where a sentence stands out, so does the bag.
         tokens = (answer.tokens or ()) if answer.verified or not answer.reason else ()
-        sequences = answer.sequences or ()
-        return Reading(answer, sequences, tuple(certain), tokens, counted.scale)
-
-    def _paired(
-        self,
-        atoms: Atoms,
-        seen: Observation,
-        model: LanguageModel,
-        rng: torch.Generator,
-        clock: Clock,
-        tell: OnJudged,
-    ) -> list[Judged]:
-        """Returns texts of the pairs of a batch, if the last block groups them."""
-        size = seen.update.num_examples
-        if model.task != CLASSIFICATION or size == 1 or not atoms.span.exact:
-            return []
-        span = PooledSpan(model, certificate.as_gradient(seen), 1.0, size)
-        return read_pairs(atoms, span, size, rng, clock, tell) if span else []
-
-    def _late(self, answer: Reconstruction) -> Reconstruction:
-        """Returns an answer that says that time was up."""
-        late = f"nothing proved in seconds = {self.seconds:g}: sentences that are here are guesses"
-        return replace(
-            answer,
-            reason=answer.reason and late,
-            diagnostics={**answer.diagnostics, "time_up": True},
-        )
-
-
-class Proof(NamedTuple):
-    """How hard a sentence pulls at the observed gradient, and its part of it by name."""
-
-    pull: certificate.Pull
-    gradient: dict[str, Tensor]
+        return Reading.of(answer, members=tuple(certain), tokens=tokens, scale=counted.scale)
 
 
 def seeds_of(atoms: Atoms, special: frozenset[int], batch_size: int) -> list[int]:
@@ -279,7 +232,7 @@ def read_sentences(
         ids = atoms.ids(torch.arange(atoms.positions, device=atoms.token_A.device))
         excess, rejected = atoms.bag.worst_accepted, atoms.bag.best_rejected
         return [Spanned(ids=ids, excess=excess, rejected=rejected, seed=seeds[0])], []
-    passed: dict[tuple[int, ...], Spanned] = {}
+    passed: dict[Ids, Spanned] = {}
     nearest: list[Spanned] = []
     tokens, waiting = atoms.bag.tokens_N.tolist(), seeds
     together = 1 if atoms.token_A.is_cpu else _TOGETHER
@@ -303,7 +256,7 @@ def explain(
     model: LanguageModel,
     names: Sequence[str],
     clock: Clock,
-) -> list[Proof]:
+) -> list[certificate.Proof]:
     """Returns the sentences whose own gradient at their seed explains the observed one.
 
     Args:
@@ -321,19 +274,10 @@ def explain(
         columns = [_at_seed(atoms, model, gradient, sentence.seed) for gradient in unit.gradients]
         system_XC = torch.stack([column.flatten() for column in columns], 1)
         target_X = atoms.target_NHK[sentence.seed].flatten()
-        kappa_C = torch.linalg.lstsq(system_XC, target_X[:, None]).solution[:, 0]
-        rest = (target_X - system_XC @ kappa_C).norm()
         noise = atoms.noise_NH[sentence.seed].norm() * atoms.target_NHK.shape[-1] ** 0.5
-        if rest > ACCEPT * noise + certificate.PRECISION * target_X.norm():
-            continue
-        weights = kappa_C.tolist()
-        gradient = {
-            name: sum(w * g[name] for w, g in zip(weights, unit.gradients, strict=True))
-            for name in names
-        }
-        pull = certificate.Pull(unit._replace(gradients=[]), kappa_C)
-        proofs.append(Proof(pull, gradient))
-    return proofs
+        room = ACCEPT * noise + certificate.PRECISION * target_X.norm()
+        proofs.append(certificate.proof_of(unit, system_XC, target_X, room))
+    return [proof for proof in proofs if proof is not None]
 
 
 def _looked_up(model: LanguageModel, observed: Mapping[str, Tensor]) -> Tensor | None:
@@ -344,7 +288,7 @@ def _looked_up(model: LanguageModel, observed: Mapping[str, Tensor]) -> Tensor |
 
 
 def _counted(
-    model: LanguageModel, proofs: Sequence[Proof], seen: Observation, atoms: Targets
+    model: LanguageModel, proofs: Sequence[certificate.Proof], seen: Observation, atoms: Targets
 ) -> certificate.Counted:
     """Returns which labels, if any, explain how hard each sentence pulls."""
     pulls, size = [proof.pull for proof in proofs], seen.update.num_examples
@@ -364,32 +308,6 @@ def _at_seed(
     return torch.cat(sides).reshape(atoms.target_NHK.shape[1:]) * atoms.told_HK
 
 
-def _reading_of(dropped: DroppedBatch, width: int, *, time_up: bool) -> Reading:
-    """Returns what was read from a batch with dropout, whose gradient cannot be recomputed."""
-    texts, tokens = dropped.texts, dropped.tokens
-    answer = recovered(
-        texts,
-        certificate.NOTHING_PROVED,
-        tokens=tokens,
-        diagnostics={
-            "rank": dropped.inputs,
-            "budget": [dropped.inputs, width],
-            "candidates": {"tokens": len(tokens), "pairs": dropped.inputs, "spanned": len(texts)},
-            "determined": dropped.determined,
-            **({"time_up": True} if time_up else {}),
-        },
-        reason=_WITH_DROPOUT[dropped.determined],
-    )
-    return Reading(answer, answer.sequences or (), tokens=tokens, settled=dropped.determined)
-
-
-_WITH_DROPOUT = {
-    True: "not recomputed: texts that use all inputs of the first layer as dropout left them, each "
-    "once, and whose spans hold the gradients at all words",
-    False: "nothing determined: texts whose spans hold the gradients at a word, with dropout",
-}
-
-
 def _answer(
     passes: Sequence[Targets],
     passed: Sequence[Judged],
@@ -404,8 +322,7 @@ def _answer(
     A batch is verified only if all of it is known; then the answer holds nothing else.
     """
     if not passes:
-        return Reconstruction.none(
-            Status.ABSTAINED,
+        return Reconstruction.abstained(
             "nothing proved: the gradients' row space has no end, or has no room for tokens "
             f"(distinct tokens + learned positions + 1 must stay below the hidden size, "
             f"{model.hidden_size})",

@@ -28,17 +28,16 @@ Shapes: N texts, T tokens, D hidden size, V words, n inputs of a weight and m ou
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fedleak.attacks.certificate import lacks_numbers
+from fedleak.attacks.listening import listening
+from fedleak.attacks.reconstruction import Ids
 from fedleak.models import LanguageModel, pad
-
-Ids = tuple[int, ...]
 
 _DIRECTIONS = 100.0
 """k: directions in which wrong words move an input."""
@@ -214,14 +213,14 @@ class PooledSpan:
 
     def _judged(self, mask_NT: Tensor, **given: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns scores and excesses [N]."""
-        with self._listening() as heard:
+        with listening(self._parts) as heard:
             self._model.family.logits(self._model.module, mask_NT, **given)
         pooled_N = (
             mask_NT.sum(1) - 1 if self._model.family.causal else mask_NT.new_zeros(len(mask_NT))
         )
         score_N, excess_N, free = mask_NT.new_zeros(1).float(), mask_NT.new_zeros(1).float(), 0
         for module, (vector_RX, tangent_R, told_X) in self._parts.items():
-            x_NX = heard[module][torch.arange(len(mask_NT), device=pooled_N.device), pooled_N]
+            x_NX = heard[module][0][torch.arange(len(mask_NT), device=pooled_N.device), pooled_N]
             x_NX = x_NX * told_X
             inside_NR = x_NX @ vector_RX.T
             n = int(told_X.sum()) - len(tangent_R)
@@ -233,18 +232,3 @@ class PooledSpan:
             score_N = score_N - _DIRECTIONS / 2 * more_N.log()
             excess_N, free = excess_N + left_N / variance_N - n, free + n
         return score_N, excess_N / math.sqrt(2 * free)
-
-    @contextmanager
-    def _listening(self) -> Iterator[dict[nn.Module, Tensor]]:
-        """Keeps what goes into the weights."""
-        heard: dict[nn.Module, Tensor] = {}
-
-        def hear(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-            heard[module] = inputs[0]
-
-        hooks = [module.register_forward_pre_hook(hear) for module in self._parts]
-        try:
-            yield heard
-        finally:
-            for hook in hooks:
-                hook.remove()

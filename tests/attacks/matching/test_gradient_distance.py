@@ -611,7 +611,6 @@ def test_a_model_is_left_as_it_was_also_after_an_error(small, lora):
     with BatchGradients(model, matched(model)).ready():
         during = state(model)
         assert not any(during[0])
-        assert during[2] > 0
     assert state(model) == before
     with pytest.raises(KeyError), BatchGradients(model, matched(model)).ready():
         raise KeyError

@@ -8,7 +8,7 @@ import torch
 from fedleak.attacks import replay
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.reconstruction import Status
-from fedleak.attacks.subspace import state_pursuit
+from fedleak.attacks.subspace import state_pursuit, update_evidence
 from fedleak.attacks.subspace.answer import Judged
 from fedleak.attacks.subspace.state_pursuit import StatePursuit
 from fedleak.models import CAUSAL_LM, ModelSpec, load_parameters_, loading
@@ -60,7 +60,7 @@ def adapted(small):
 
 @torch.no_grad()
 def searched(model, seen, beside=(), several=False):
-    update = state_pursuit._Update(model, seen, stream(0, "texts"))
+    update = update_evidence.UpdateEvidence(model, seen, stream(0, "texts"))
     proves = None if several else lambda ids: False
     return update, state_pursuit._Search(model, update, beside, 30, proves)
 
@@ -105,10 +105,10 @@ def test_gradients_are_those_of_autograd_whitened(adapted):
 def test_whitened_rows_have_no_common_direction():
     rng = torch.Generator().manual_seed(0)
     rows_ND = torch.randn(4000, 5, generator=rng) @ torch.randn(5, 5, generator=rng)
-    whiten_DD, size_D = state_pursuit._whitening(rows_ND)
+    whiten_DD, size_D = update_evidence.whitening(rows_ND)
     torch.testing.assert_close(size_D, rows_ND.square().mean(0).sqrt())
     scaled_ND = rows_ND / size_D
-    ridged_DD = scaled_ND.T @ scaled_ND / 4000 + state_pursuit._RIDGE * torch.eye(5)
+    ridged_DD = scaled_ND.T @ scaled_ND / 4000 + update_evidence.RIDGE * torch.eye(5)
     own_DD = size_D[:, None] * whiten_DD
     torch.testing.assert_close(own_DD.T @ ridged_DD @ own_DD, torch.eye(5), atol=1e-3, rtol=0)
 
@@ -137,8 +137,8 @@ def test_the_first_layer_says_what_is_left_of_rows_and_inputs_without_known_toke
     states_VD = states_VD / states_VD.norm(dim=1, keepdim=True).clamp_min(1e-9)
     tokens, known = [20, 30, 40], (30, 50)
     rows = [torch.randn(5, 3, generator=rng) @ states_VD[tokens] for _ in range(2)]
-    mixed = state_pursuit._Inputs.of_rows(0, torch.nn.Linear(48, 5), rows, whiten_DD)
-    (nats_V,) = state_pursuit._FirstLayer(model, mixed).nats([known])
+    mixed = update_evidence.LayerInputs.of_rows(0, torch.nn.Linear(48, 5), rows, whiten_DD)
+    (nats_V,) = update_evidence.FirstLayer(model, mixed).nats([known])
 
     rows_AD = torch.cat(rows)
     rows_AD = rows_AD / rows_AD.norm(dim=1, keepdim=True)
@@ -159,7 +159,7 @@ def test_the_first_layer_says_what_is_left_of_rows_and_inputs_without_known_toke
     expected_V = torch.tensor(expected)
     expected_V = (expected_V - expected_V.median()).clamp_min(0)
     said_V = torch.ones(model.vocabulary, dtype=torch.bool)
-    said_V[state_pursuit._unsaid(model)] = False
+    said_V[update_evidence.unsaid(model)] = False
     torch.testing.assert_close(nats_V[said_V], expected_V[said_V], rtol=0.02, atol=0.3)
     assert (nats_V[~said_V] < -1000).all()
     assert set(nats_V.topk(2).indices.tolist()) == {20, 40}
@@ -171,7 +171,7 @@ def test_inputs_together_explain_what_least_squares_explains_of_rows():
     white_TD = inputs_TD @ whiten_DD
     rows = [torch.randn(5, 4, generator=rng) @ white_TD for _ in range(2)]
     rows = [rows_AD + torch.randn(5, 48, generator=rng) * rows_AD.std() for rows_AD in rows]
-    layer = state_pursuit._Inputs.of_rows(0, torch.nn.Linear(48, 5), rows, whiten_DD)
+    layer = update_evidence.LayerInputs.of_rows(0, torch.nn.Linear(48, 5), rows, whiten_DD)
 
     rows_DA = torch.nn.functional.normalize(torch.cat(rows)).T
     left_DA = rows_DA - white_TD.T @ torch.linalg.lstsq(white_TD.T, rows_DA).solution
@@ -186,7 +186,7 @@ def test_inputs_explain_the_same_one_after_another_and_together():
     inputs_NTD[1, 3] = inputs_NTD[1, 2]  # which explains no more
     rows = [torch.randn(5, 48, generator=rng) for _ in range(2)]
     whiten_DD = torch.randn(48, 48, generator=rng)
-    layer = state_pursuit._Inputs.of_rows(0, torch.nn.Linear(48, 5), rows, whiten_DD)
+    layer = update_evidence.LayerInputs.of_rows(0, torch.nn.Linear(48, 5), rows, whiten_DD)
     parts_NKD, share_N = torch.zeros(2, 0, 48), torch.zeros(2)
     for count, inputs_ND in enumerate(inputs_NTD.unbind(1), 1):
         part_ND, more_N = layer.more(inputs_ND, parts_NKD)
@@ -207,7 +207,7 @@ def test_a_beam_says_of_its_prefixes_what_whole_prefixes_say(small, observe, fam
         seen = observe(model, ["she told us that"]).seen
     update, search = searched(model, seen)
     beam, last = search._begun(), torch.tensor([0, 0])
-    if not state_pursuit._first(model):  # Every token may be the first one.
+    if not update_evidence.first_tokens(model):  # Every token may be the first one.
         last = torch.tensor([beam.ids.index(ids[:1]) for ids in (own, other)])
     for place in range(len(beam.ids[0]), 4):
         tokens_N = torch.tensor([own[place], other[place]])
@@ -237,7 +237,7 @@ def test_what_an_update_makes_likelier_does_not_drown_in_rounding(adapted, size)
     ids_1T = torch.tensor([own[:-1]])
     hints_TV = update.hints(ids_1T)[0]
     update._step = {name: value / 2 for name, value in update._step.items()}
-    likely = hints_TV > state_pursuit._NEVER / 2
+    likely = hints_TV > update_evidence.NEVER / 2
     halved_TV = update.hints(ids_1T)[0]
     torch.testing.assert_close(halved_TV[likely], hints_TV[likely], rtol=0, atol=0.1)
 
@@ -318,7 +318,7 @@ def test_a_quarter_of_the_tokens_that_are_tried_are_those_of_the_first_layer():
 @torch.no_grad()
 def test_without_the_first_layer_it_says_nothing_of_a_token(small):
     model = small("llama", CAUSAL_LM, width=48)
-    nats_NV = state_pursuit._FirstLayer(model, None).nats([{20}, ()])
+    nats_NV = update_evidence.FirstLayer(model, None).nats([{20}, ()])
     assert nats_NV.shape == (2, model.vocabulary)
     assert not nats_NV.clamp_min(0).any()
 
@@ -334,7 +334,7 @@ def test_a_wrong_word_a_missing_one_one_more_and_one_elsewhere_are_mended(
         seen = observe(model, ["she told us that"]).seen  # of one exact gradient
     _, search = searched(model, seen, several=several)
     # Where no token begins all texts, as in GPT-2, the first word can be mended, too.
-    for place in {2, len(state_pursuit._first(model))}:
+    for place in {2, len(update_evidence.first_tokens(model))}:
         before, behind = own[:place], own[place + 1 :]
         wrong, missing = (*before, own[place] + 1, *behind), before + behind
         one_more = (*before, own[place] + 1, *own[place:])
@@ -396,13 +396,13 @@ def test_tokens_of_texts_beside_are_taken_out_of_the_first_layer(small, observe,
     with torch.enable_grad():
         seen = observe(model, ["she told us that", "nobody knows it all"]).seen
     _, search = searched(model, seen, [Judged(texts[0], 0.0, 0.0)])
-    known_sets, nats = [], state_pursuit._FirstLayer.nats
+    known_sets, nats = [], update_evidence.FirstLayer.nats
 
     def noted(own, known):
         known_sets.extend(known)
         return nats(own, known)
 
-    monkeypatch.setattr(state_pursuit._FirstLayer, "nats", noted)
+    monkeypatch.setattr(update_evidence.FirstLayer, "nats", noted)
     monkeypatch.setattr(state_pursuit, "_BEGINNINGS", 2)
     for search_part in (
         search._begun,
@@ -471,9 +471,11 @@ def test_out_of_time_it_ends_within_a_part_of_the_first_tokens(small, observe, m
     seen, calls = observe(model, 2).seen, []
 
     def counted(name):
-        function = getattr(state_pursuit._Update, name)
+        function = getattr(update_evidence.UpdateEvidence, name)
         monkeypatch.setattr(
-            state_pursuit._Update, name, lambda *given: calls.append(name) or function(*given)
+            update_evidence.UpdateEvidence,
+            name,
+            lambda *given: calls.append(name) or function(*given),
         )
 
     counted("inputs")
@@ -504,8 +506,8 @@ def test_the_model_writes_as_if_it_read_all_again_for_each_token(small, family, 
     drawn = torch.multinomial
     monkeypatch.setattr(torch, "multinomial", noted)
     with torch.no_grad():
-        texts_NT = state_pursuit._own_texts(model, stream(0, "own"))
-        begun = texts_NT.shape[1] - state_pursuit._OWN_TOKENS
-        for length, next_NV in enumerate(draws[-state_pursuit._OWN_TOKENS :], begun):
-            again = state_pursuit._log_probabilities(model, texts_NT[:, :length])
+        texts_NT = update_evidence.own_texts(model, stream(0, "own"))
+        begun = texts_NT.shape[1] - update_evidence.OWN_TOKENS
+        for length, next_NV in enumerate(draws[-update_evidence.OWN_TOKENS :], begun):
+            again = update_evidence.log_probabilities(model, texts_NT[:, :length])
             torch.testing.assert_close(next_NV, again[:, -1].exp())

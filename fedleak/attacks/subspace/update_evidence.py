@@ -1,0 +1,460 @@
+"""What an update says of the texts of a decoder: by states of tokens, by gradients of whole texts.
+
+The rows of a gradient of attention weights, or of the first matrices of their adapters, are mixes
+of the layer's inputs: hidden states of all tokens. So the states of a right prefix explain more of
+the rows of a layer than those of other tokens, and, where states depend on it, of another order.
+DAGER (Petrov et al. 2024) asks whether states lie in the span of the rows; here a share is enough.
+So it works with adapters, which have fewer rows than a batch has tokens, and after Adam, whose
+first step leaves little more than signs: signs of Gaussian numbers still point along them (Bussgang
+1952).
+
+- **Units.** The model itself writes texts, whose inputs x and gradients d at the output show which
+  directions are common. They whiten both sides, so that numbers of a gradient d x^T count alike
+  (K-FAC, Martens and Grosse 2015). Adam's divisor is multiplied back first, as far as those texts
+  give it.
+- **Score.** The gradient of a text explains a share e of the square of the update:
+  -log(1 - e) / 2 nats for each number that counts as independent. The log probability that the
+  model gives the text is added.
+
+Shapes: N texts or prefixes, V vocabulary, D hidden size, T tokens, O outputs and I inputs of a
+weight, A axes that stand for rows, K known tokens, M tokens of all texts, X any axes.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedleak.attacks import certificate
+from fedleak.attacks.listening import AllHeardError, listening
+from fedleak.attacks.reconstruction import Ids
+from fedleak.models import LanguageModel, pad
+from fedleak.models.family import lora_a, lora_b
+from fedleak.training.observation import Observation
+from fedleak.training.recipe import copied_parameters
+
+if TYPE_CHECKING:
+    from transformers import DynamicCache
+
+_OWN_TEXTS, OWN_TOKENS = 48, 16
+"""Texts that the model writes, and tokens of each, which show what gradients are like."""
+
+RIDGE = 0.3
+"""Of the mean variance, added to each direction before it is whitened."""
+
+_INDEPENDENT = 0.1
+"""Share of an update's numbers that count as independent."""
+
+_ROWS, _AXES = 16, 64
+"""Rows of a weight that count as independent, at most; axes that stand for the rows of all weights
+of a layer."""
+
+_LEFT, _ALIKE = 0.04, 1e-3
+"""Share of the square of an input that those of known tokens must leave, or nothing is said of its
+token; added to the squares of these, because some are nearly the same."""
+
+_LIKELIER = 1.5
+"""Weight of what a step along an update adds to a log probability, in standard deviations."""
+
+_FAR, _FARTHER = 0.003, 10
+"""How far weights move along an update, as a share of their norm, to see what it makes likelier;
+times as far, and up to so many times, where what that adds drowns in rounding, as of the small
+weights of adapters."""
+
+NEVER = -1e4
+"""Log probability of a token that stands in no text."""
+
+_SMALL, _ALL = 1e-12, 1 - 1e-6
+"""Added to norms that may be zero; the share from which on all is explained."""
+
+_LORA_A, _LORA_B = lora_a(""), lora_b("")
+"""Ends of the names of an adapter's matrices."""
+
+
+class Layer(NamedTuple):
+    """A weight that an update changes.
+
+    Attributes:
+        module: What multiplies by it.
+        sent_OI: The gradient that the update stands for, whitened.
+        out_OO: The matrix that whitens gradients of outputs, multiplied from the right.
+        in_II: Likewise for inputs.
+    """
+
+    module: nn.Module
+    sent_OI: Tensor
+    out_OO: Tensor
+    in_II: Tensor
+
+
+class LayerInputs(NamedTuple):
+    """What an update says of the inputs of a layer: rows of its gradients are mixes of them.
+
+    Attributes:
+        number: Of the layer.
+        module: What multiplies the inputs.
+        rows_AD: The main axes of the whitened rows, which stand for all of them.
+        whiten_DD: The matrix that whitens inputs, multiplied from the right.
+        independent: Rows that count as independent.
+    """
+
+    number: int
+    module: nn.Module
+    rows_AD: Tensor
+    whiten_DD: Tensor
+    independent: int
+
+    @classmethod
+    def of_rows(
+        cls,
+        number: int,
+        module: nn.Module,
+        gradients_AD: Sequence[Tensor],
+        whiten_DD: Tensor,
+    ) -> "LayerInputs":
+        """Takes the whitened gradients of weights that multiply the same inputs."""
+        rows_AD = F.normalize(torch.cat(list(gradients_AD)))
+        square_D, axes_DD = torch.linalg.eigh(rows_AD.T @ rows_AD)
+        count = min(_AXES, len(rows_AD))
+        axes_AD = square_D[-count:].clamp_min(0).sqrt()[:, None] * axes_DD[:, -count:].T
+        independent = sum(min(len(rows_AD), _ROWS) for rows_AD in gradients_AD)
+        return cls(number, module, axes_AD, whiten_DD, independent)
+
+    def more(self, inputs_ND: Tensor, parts_NKD: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns what one more input of N texts has beside K others, and the share it explains.
+
+        Args:
+            inputs_ND: The inputs.
+            parts_NKD: What the others have each beside those before it.
+        """
+        inputs_ND = F.normalize(inputs_ND @ self.whiten_DD, dim=-1)
+        along_NK = (parts_NKD @ inputs_ND[:, :, None]).squeeze(2)
+        left_N = (1 + _ALIKE - along_NK.square().sum(1)).clamp_min(_ALIKE)
+        known_ND = (along_NK[:, None] @ parts_NKD).squeeze(1)
+        part_ND = (inputs_ND - known_ND) / left_N.sqrt()[:, None]
+        share_N = (part_ND @ self.rows_AD.T).square().sum(1)
+        return part_ND, share_N / (self.rows_AD.square().sum() + _SMALL)
+
+    def nats_of(self, share_N: Tensor, count: int) -> Tensor:
+        """Returns the nats [N] of shares that so many inputs explain."""
+        width = len(self.whiten_DD)
+        nats_N = width * torch.log1p(-share_N.clamp(max=_ALL)) + count
+        return -self.independent / 2 * nats_N
+
+    def nats(self, inputs_NTD: Tensor) -> Tensor:
+        """Returns the nats [N] that the inputs of texts explain, each text's together."""
+        inputs_NTD = F.normalize(inputs_NTD @ self.whiten_DD, dim=-1)
+        length = inputs_NTD.shape[1]
+        products_NTT = inputs_NTD @ inputs_NTD.mT
+        products_NTT += _ALIKE * torch.eye(length, device=inputs_NTD.device)
+        root_NTT = torch.linalg.cholesky(products_NTT)
+        along_NTA = inputs_NTD @ self.rows_AD.T
+        parts_NTA = torch.linalg.solve_triangular(root_NTT, along_NTA, upper=False)
+        share_N = parts_NTA.square().sum((1, 2)) / (self.rows_AD.square().sum() + _SMALL)
+        return self.nats_of(share_N, length)
+
+
+class FirstLayer:
+    """What an update says of the first layer's inputs, which are those of single tokens.
+
+    Each row of a gradient there is a mix of these inputs. As in orthogonal matching pursuit, the
+    inputs of known tokens are taken out of the rows, and out of the inputs of all other tokens,
+    before the two are compared.
+    """
+
+    def __init__(self, model: LanguageModel, mixed: LayerInputs | None) -> None:
+        """Takes what came of the gradients of the weights that multiply these inputs."""
+        table = model.family.token_table(model.module)
+        ids_V = torch.arange(model.vocabulary, device=model.device)
+        # Where there are positions, any place will do.
+        states_VD = table(ids_V, torch.full_like(ids_V, 3)).detach()
+        if mixed is not None:
+            states_VD = states_VD @ mixed.whiten_DD
+        self._states_VD = F.normalize(states_VD)
+        rows_AD = states_VD[:0] if mixed is None else mixed.rows_AD
+        self._rows_AV = rows_AD @ self._states_VD.T
+        self._square = float(rows_AD.square().sum())
+        self._count = 0 if mixed is None else mixed.independent
+        self._unsaid = unsaid(model)
+        self._kept: dict[int, Tensor] = {}
+
+    def nats(self, known: Sequence[Collection[int]]) -> Tensor:
+        """Returns the nats [N, V] that each token explains beside N sets of known tokens.
+
+        Known tokens have what chance explains. What half of the vocabulary explains is taken off,
+        because it tells no token from another: the inputs of words that a model did not meet in
+        training are nearly the same.
+        """
+        nats_NV = torch.stack([self._explained(sorted({*tokens})) for tokens in known])
+        nats_NV = (nats_NV - nats_NV.median(1, keepdim=True).values).clamp_min(0)
+        nats_NV[:, self._unsaid] = NEVER
+        return nats_NV
+
+    def _products(self, token: int) -> Tensor:
+        """Returns the products [V] of a token's input with all; prefixes share tokens."""
+        if token not in self._kept:
+            self._kept[token] = self._states_VD @ self._states_VD[token]
+        return self._kept[token]
+
+    def _explained(self, tokens_K: list[int]) -> Tensor:
+        """Returns the nats [V] of tokens beyond chance, beside K others."""
+        products_KV = self._rows_AV.new_zeros((len(tokens_K), len(self._states_VD)))
+        for row_V, token in zip(products_KV, tokens_K, strict=True):
+            row_V[:] = self._products(token)
+        ridge_KK = _ALIKE * torch.eye(len(tokens_K), device=products_KV.device)
+        root_KK = torch.linalg.cholesky(products_KV[:, tokens_K] + ridge_KK)
+        parts_KV = torch.linalg.solve_triangular(root_KK, products_KV, upper=False)
+        known_KA = self._rows_AV[:, tokens_K].T
+        parts_KA = torch.linalg.solve_triangular(root_KK, known_KA, upper=False)
+        left_V = 1 - parts_KV.square().sum(0)
+        left = max(self._square - float(parts_KA.square().sum()), _SMALL)
+        along_AV = self._rows_AV - parts_KA.T @ parts_KV
+        share_V = (along_AV.square().sum(0) / (left_V * left)).clamp(max=_ALL)
+        width = max(self._states_VD.shape[1] - len(tokens_K), 0)
+        nats_V = -self._count / 2 * (width * torch.log1p(-share_V) + 1)
+        return nats_V.masked_fill(left_V < _LEFT, 0)
+
+
+class UpdateEvidence:
+    """An update, and how well gradients of single texts explain it.
+
+    Attributes:
+        layers: The attention weights that it changes, with their adapters.
+        first_layer: What it says of single tokens.
+        mixed: What it says of the inputs of each layer.
+    """
+
+    def __init__(self, model: LanguageModel, seen: Observation, rng: torch.Generator) -> None:
+        gradients, self._model = certificate.as_gradient(seen), model
+        sent = [
+            (name, layer)
+            for layer in range(model.num_layers)
+            for weight in model.family.attention_parameters(layer)
+            for name in (weight, lora_a(weight), lora_b(weight))
+            if name in gradients and gradients[name].any()
+        ]
+        self.layers: list[Layer] = []
+        # Adapters of a first round have a first matrix that does not change.
+        if all(name.endswith(_LORA_B) for name, _ in sent):
+            return
+        modules = [model.module.get_submodule(name.removesuffix(".weight")) for name, _ in sent]
+        recipe = seen.knowledge.recipe
+        rows: dict[int, list[Tensor]] = defaultdict(list)
+        along: dict[str, Tensor] = {}
+        inputs: dict[int, tuple[nn.Module, Tensor]] = {}
+        texts_NT = own_texts(model, rng)
+        tokens = _tokens(model, modules, texts_NT)
+        for (name, number), module, (given_MI, slope_MO) in zip(sent, modules, tokens, strict=True):
+            (out_OO, size_O), (in_II, size_I) = whitening(slope_MO), whitening(given_MI)
+            gradient = gradients[name]
+            turned = gradient.shape != (len(size_O), len(size_I))  # a weight of GPT-2's
+            gradient_OI = gradient.T if turned else gradient
+            if recipe is not None and not recipe.adds_up:
+                gradient_OI = gradient_OI * size_O[:, None] * size_I
+            rows_OI = gradient_OI @ in_II
+            layer = Layer(module, out_OO.T @ rows_OI, out_OO, in_II)
+            self.layers.append(layer)
+            if not name.endswith(_LORA_A):  # which says little about outputs
+                along_OI = out_OO @ layer.sent_OI @ in_II.T
+                along[name] = along_OI.T if turned else along_OI
+            if not name.endswith(_LORA_B):  # All of a layer have the same inputs.
+                rows[number].append(rows_OI)
+                inputs[number] = module, in_II
+        self.mixed = [
+            LayerInputs.of_rows(number, module, rows[number], in_II)
+            for number, (module, in_II) in inputs.items()
+        ]
+        self.first_layer = FirstLayer(model, self.mixed[0] if 0 in inputs else None)
+        self._square = sum(float(layer.sent_OI.square().sum()) for layer in self.layers)
+        self._count = _INDEPENDENT * sum(layer.sent_OI.numel() for layer in self.layers)
+        self._set_step(along, texts_NT[:2, :-1])
+
+    def _set_step(self, along: Mapping[str, Tensor], ids_NT: Tensor) -> None:
+        """Sets a step along an update, so far that rounding is little of what texts gain by it."""
+        weights, length = (
+            math.hypot(*(float(tensors[name].norm()) for name in along))
+            for tensors in (self._model.parameters(), along)
+        )
+        visible = math.sqrt(torch.finfo(next(self._model.module.parameters()).dtype).eps)
+        size = -_FAR * weights / max(length, _SMALL)
+        for _ in range(_FARTHER):
+            self._step = {name: size * value for name, value in along.items()}
+            if float(self._likelier(ids_NT)[1].std()) >= visible:
+                break
+            size *= _FARTHER
+
+    def hints(
+        self, ids_NT: Tensor, caches: Sequence["DynamicCache | None"] = (None, None)
+    ) -> Tensor:
+        """Returns what speaks for each next token [N, T, V], in nats, before its gradient is known.
+
+        Training makes likelier what it has seen: contrastive decoding (Li et al. 2023) of the
+        models before and after a step along the update. What the step adds to a log probability
+        counts in its standard deviations over all tokens.
+
+        Args:
+            ids_NT: The tokens.
+            caches: What the two models keep of earlier tokens; these are added.
+        """
+        before_NTV, more_NTV = self._likelier(ids_NT, caches)
+        deviation_NT1, mean_NT1 = torch.std_mean(more_NTV, -1, keepdim=True)
+        more_NTV = (more_NTV - mean_NT1) / (deviation_NT1 + _SMALL)
+        return before_NTV + _LIKELIER * more_NTV
+
+    def _likelier(
+        self, ids_NT: Tensor, caches: Sequence["DynamicCache | None"] = (None, None)
+    ) -> tuple[Tensor, Tensor]:
+        """Returns log probabilities [N, T, V] of next tokens, and what a step adds to them."""
+        before, after = caches
+        before_NTV = log_probabilities(self._model, ids_NT, before)
+        weights = self._model.trained()
+        with copied_parameters(weights[name] for name in self._step):
+            for name, value in self._step.items():
+                weights[name].data += value.to(weights[name])
+            more_NTV = log_probabilities(self._model, ids_NT, after) - before_NTV
+        return before_NTV, more_NTV
+
+    def inputs(
+        self, ids_NT: Tensor, layers: Sequence[LayerInputs], cache: "DynamicCache | None" = None
+    ) -> list[Tensor]:
+        """Returns the inputs [N, T, D] of layers, behind what a cache keeps; it grows."""
+        modules = [layer.module for layer in layers]
+        with listening(modules, stop=True) as heard, suppress(AllHeardError):
+            _states(self._model, ids_NT, cache)
+        return [heard[module][0] for module in modules]
+
+    def gradients(self, texts: Sequence[Ids]) -> tuple[Tensor, list[Tensor]]:
+        """Returns log probabilities [N] of texts, and their gradients [N, O, I], whitened."""
+        ids_NT, mask_NT = pad(texts, self._model.tokenizer.pad_token_id, self._model.device)
+        with listening([layer.module for layer in self.layers]) as heard, torch.enable_grad():
+            hidden_NTD = _states(self._model, ids_NT[:, :-1])
+            # As one matrix: with several, a product with each is computed, which takes longer.
+            logits_MV = _logits(self._model, hidden_NTD.flatten(0, 1))
+            loss_M = F.cross_entropy(logits_MV, ids_NT[:, 1:].flatten(), reduction="none")
+            loss_N = (loss_M.view(len(texts), -1) * mask_NT[:, 1:]).sum(1)
+            given = [heard[layer.module] for layer in self.layers]
+            slopes = torch.autograd.grad(loss_N.sum(), [output for _, output in given])
+        gradients = [
+            _times(slope_NTO, layer.out_OO).mT @ _times(given_NTI.detach(), layer.in_II)
+            for layer, slope_NTO, (given_NTI, _) in zip(self.layers, slopes, given, strict=True)
+        ]
+        return -loss_N.detach(), gradients
+
+    def nats(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Returns the nats [N] that gradients [N, O, I] of the layers explain."""
+        along_N = square_N = torch.zeros(len(gradients[0]), device=self._model.device)
+        for layer, gradient_NOI in zip(self.layers, gradients, strict=True):
+            along_N = along_N + (gradient_NOI * layer.sent_OI).sum((1, 2))
+            square_N = square_N + gradient_NOI.square().sum((1, 2))
+        share_N = along_N.clamp_min(0).square() / (square_N * self._square + _SMALL)
+        return -self._count / 2 * torch.log1p(-share_N.clamp(max=_ALL))
+
+
+def _times(rows_NTX: Tensor, matrix_XX: Tensor) -> Tensor:
+    """Returns rows times a matrix, as a product of two matrices: several times faster."""
+    return (rows_NTX.flatten(0, 1) @ matrix_XX).view(rows_NTX.shape)
+
+
+def own_texts(model: LanguageModel, rng: torch.Generator) -> Tensor:
+    """Returns texts [N, T] that the model itself writes."""
+    said_V = torch.ones(model.vocabulary)
+    said_V[unsaid(model)] = 0
+    first = first_tokens(model)
+    ids_NT = torch.tensor([first] * _OWN_TEXTS, dtype=torch.long)
+    if not first:
+        ids_NT = torch.multinomial(said_V, _OWN_TEXTS, generator=rng)[:, None]
+    # What earlier tokens give to attention is kept, not computed again.
+    new_NT, cache = ids_NT, empty_cache()
+    for _ in range(OWN_TOKENS):
+        next_NV = _next(model, _states(model, new_NT.to(model.device), cache)[:, -1]).exp()
+        new_NT = torch.multinomial(next_NV.cpu(), 1, generator=rng)
+        ids_NT = torch.cat([ids_NT, new_NT], 1)
+    return ids_NT.to(model.device)
+
+
+def _tokens(
+    model: LanguageModel, modules: Sequence[nn.Module], ids_NT: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields inputs [N, I] of modules, and gradients [N, O] of their outputs, of all tokens."""
+    given: list[list[Tensor]] = [[] for _ in modules]
+    slopes: list[list[Tensor]] = [[] for _ in modules]
+    for part_NT in ids_NT.tensor_split(3):
+        with listening(modules) as heard, torch.enable_grad():
+            logits_NTV = _logits(model, _states(model, part_NT[:, :-1]))
+            loss = F.cross_entropy(logits_NTV.mT, part_NT[:, 1:], reduction="sum")
+            parts = torch.autograd.grad(loss, [heard[module][1] for module in modules])
+        for number, (module, slope_NTO) in enumerate(zip(modules, parts, strict=True)):
+            given[number].append(heard[module][0].detach().flatten(0, 1))
+            slopes[number].append(slope_NTO.flatten(0, 1))
+    for inputs, outputs in zip(given, slopes, strict=True):
+        yield torch.cat(inputs), torch.cat(outputs)
+
+
+def whitening(rows_ND: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns what whitens rows from the right [D, D], and the root mean square of columns [D]."""
+    size_D = rows_ND.square().mean(0).sqrt() + _SMALL
+    scaled_ND = rows_ND / size_D
+    covariance_DD = scaled_ND.T @ scaled_ND / len(scaled_ND)
+    covariance_DD += RIDGE * torch.eye(len(size_D), device=size_D.device)
+    root_DD = torch.linalg.inv(torch.linalg.cholesky(covariance_DD)).T
+    return root_DD / size_D[:, None], size_D
+
+
+def _states(model: LanguageModel, ids_NT: Tensor, cache: "DynamicCache | None" = None) -> Tensor:
+    """Returns the last hidden states [N, T, D], behind what a cache keeps; it grows."""
+    outer: Any = model.module
+    output = outer.base_model(input_ids=ids_NT, past_key_values=cache, use_cache=cache is not None)
+    hidden_NTD: Tensor = output.last_hidden_state
+    return hidden_NTD
+
+
+def _logits(model: LanguageModel, hidden_XD: Tensor) -> Tensor:
+    """Returns the logits [..., V] of the token behind each last hidden state [..., D]."""
+    outer: Any = model.module
+    logits_XV: Tensor = outer.get_output_embeddings()(hidden_XD).float()
+    return logits_XV
+
+
+def _next(model: LanguageModel, hidden_XD: Tensor) -> Tensor:
+    """Returns the log probability [..., V] of the token behind each last hidden state [..., D]."""
+    logits_XV = _logits(model, hidden_XD)
+    logits_XV[..., unsaid(model)] = NEVER
+    return logits_XV.log_softmax(-1)
+
+
+def log_probabilities(
+    model: LanguageModel, ids_NT: Tensor, cache: "DynamicCache | None" = None
+) -> Tensor:
+    """Returns the log probability [N, T, V] of each next token; special tokens have almost none."""
+    return _next(model, _states(model, ids_NT, cache))
+
+
+def empty_cache() -> "DynamicCache":
+    """Returns a cache of no tokens."""
+    from transformers import DynamicCache  # What trains nothing does without it.
+
+    return DynamicCache()
+
+
+def of_rows(cache: "DynamicCache", rows_M: Tensor, layers: int | None = None) -> "DynamicCache":
+    """Returns what a cache has for some rows, in the first layers."""
+    chosen = empty_cache()
+    for number, layer in enumerate(cache.layers[:layers]):
+        chosen.update(layer.keys[rows_M], layer.values[rows_M], number)
+    return chosen
+
+
+def first_tokens(model: LanguageModel) -> Ids:
+    """Returns the tokens that every text begins with."""
+    (ids,) = model.encode([""])
+    return certificate.opened(model, ids)
+
+
+def unsaid(model: LanguageModel) -> list[int]:
+    """Returns the token ids that stand in no text: special ones, and those without a word."""
+    return [*model.special_ids(), *range(len(model.tokenizer), model.vocabulary)]
