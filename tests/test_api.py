@@ -528,6 +528,61 @@ def test_what_is_wrong_is_said_in_one_line(own, name):
     assert len(str(error.value)) < 700
 
 
+class Headed(nn.Module):
+    """A user's own classifier on a model as `AutoModel` makes it."""
+
+    def __init__(self, own: SimpleNamespace, other: bool) -> None:
+        super().__init__()
+        self.encoder = copy.deepcopy(own.module.bert)
+        self.head = copy.deepcopy(own.module.classifier)
+        self.norm = nn.LayerNorm(self.head.in_features) if other else nn.Identity()
+
+    def forward(self, labels: torch.Tensor, **batch: torch.Tensor) -> Any:
+        logits = self.head(self.norm(self.encoder(**batch).pooler_output))
+        return SimpleNamespace(loss=nn.functional.cross_entropy(logits, labels))
+
+
+HEAD = {"head.weight": "classifier.weight", "head.bias": "classifier.bias"}
+
+
+@pytest.mark.parametrize("kind", ["auto", "dager", "keyspan", "probes"])
+def test_an_own_head_is_not_needed(own, kind):
+    headed = Headed(own, other=True).eval()
+    update = gradients(own, headed)
+    result = attack(own, update, model=headed, own_head=True, kind=kind)
+    assert result.status == Status.RECOVERED
+    assert not result.verified
+    if kind == "probes":
+        assert {"fever", "sister"} <= {*result.words}
+    else:
+        assert sorted(result.texts) == sorted(NOTES)
+    alone = {name.removeprefix("encoder."): value for name, value in update.items()}
+    again = attack(own, alone, model=headed.encoder, own_head=True, kind=kind)
+    assert again.texts == result.texts
+    with pytest.raises(fedleak.ConfigError, match="say own_head = true, or what its parameters"):
+        attack(own, update, model=headed, kind=kind)
+
+
+def test_an_own_head_that_is_the_models_has_its_names(own):
+    headed = Headed(own, other=False).eval()
+    update = gradients(own, headed)
+    result = attack(own, update, model=headed, names=HEAD, kind="dager")
+    assert result.verified
+    assert sorted(result.texts) == sorted(NOTES)
+    assert attack(own, [*update.values()], model=headed, names=HEAD, kind="dager").verified
+    with pytest.raises(fedleak.ConfigError, match=r"no name for classifier\.bias"):
+        attack(own, update, model=headed, names={"head.weight": "classifier.weight"})
+    with pytest.raises(fedleak.ConfigError, match="leave it out, or names"):
+        attack(own, update, model=headed, names=HEAD, own_head=True)
+
+
+@pytest.mark.parametrize("kind", ["lamp", "membership"])
+def test_what_needs_the_head_does_not_guess_one(own, kind):
+    headed = Headed(own, other=True).eval()
+    result = attack(own, gradients(own, headed), model=headed, own_head=True, kind=kind)
+    assert result.status == Status.INADMISSIBLE
+
+
 @PEFT
 def test_models_that_cannot_be_attacked_are_refused(own, small, bert_tiny):
     headless = own.module.bert

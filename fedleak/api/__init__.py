@@ -181,7 +181,8 @@ def attack(
             type of a tensor says how exact it is: give half precision as it is.
         model: The transformers model at the weights that training started from: a BERT, GPT-2 or
             LLaMA for sequence classification or next-token prediction, in any wrapper. Or the
-            name of a folder or hub id with all of its weights.
+            name of a folder or hub id with all of its weights. A model with a head of your own
+            needs `names` or `own_head` in `sent`.
         tokenizer: The model's tokenizer; only if the model is a module.
         sent: What the server knows of the update: at least how many texts it was computed on.
         kind: The attack; `fedleak list` names them.
@@ -212,7 +213,10 @@ def attack(
     _whole_numbers("lengths", sent.lengths or (), 1, victim.max_length)
     if sent.dropout is None:
         sent = sent.model_copy(update={"dropout": _dropout(model)})
-    seen = observe(update, victim, sent, inner(model) if isinstance(model, nn.Module) else None)
+    order = model if isinstance(model, nn.Module) else None
+    if order is not None and not sent.own_head and not sent.names:
+        order = inner(order)
+    seen = observe(update, victim, sent, order)
     for name in seen.update.tensors:  # certificates recompute these, even if frozen since
         victim.module.get_parameter(name).requires_grad_(True)
     start = time.perf_counter()
@@ -411,13 +415,14 @@ def _victim(
     model: nn.Module | str | os.PathLike[str], tokenizer: Any, task: str | None, sent: SentUpdate
 ) -> LanguageModel:
     """Returns a copy of the model, or the model of that name."""
-    learned = {"loss": sent.loss, "response_template": sent.response_template}
+    learned: dict[str, Any] = {"loss": sent.loss, "response_template": sent.response_template}
+    learned["own_head"] = sent.own_head
     if not isinstance(model, str | os.PathLike):
         if tokenizer is None:
             raise ConfigError("tokenizer is missing: give the one that the model is trained with")
         if task is not None:
             raise ConfigError("task is what the model's class says: leave it out")
-        return adopt(model, tokenizer, **learned)
+        return adopt(model, tokenizer, names=sent.names, **learned)
     if tokenizer is not None:
         raise ConfigError("tokenizer: a model that is given by its name has its own: leave it out")
     return loading.load_checkpoint(os.fspath(model), task=task, **learned)

@@ -48,7 +48,7 @@ def observe(
     """
     payload, kind = sent.payload, UpdateKind.DELTA
     named = _by_name(update, payload, order or model.module)
-    tensors = _checked(named, model, payload)
+    tensors = _checked(named, model, sent)
     own = {name: value.detach() for name, value in model.module.named_parameters()}
     if payload != "weights" and _near(tensors, own):
         raise ConfigError(
@@ -130,18 +130,19 @@ def _in_order(update: Sequence[Any], module: nn.Module) -> dict[str, Any]:
     )
 
 
-def _checked(named: Mapping[str, Any], model: LanguageModel, payload: Payload) -> dict[str, Tensor]:
+def _checked(named: Mapping[str, Any], model: LanguageModel, sent: SentUpdate) -> dict[str, Tensor]:
     """Returns tensors on the model's device by the model's own names.
 
     Shapes are checked before numbers are looked at: a file can claim any shape.
     """
+    payload = sent.payload
     if strange := [name for name in named if not isinstance(name, str)]:
         raise ConfigError(
             f"the {payload} has a name that is {type(strange[0]).__name__}, not a text"
         )
     own = dict(model.module.named_parameters())
     tensors: dict[str, Tensor] = {}
-    for given, name in matched(named, model.module).items():
+    for given, name in matched(named, model.module, sent.names, sent.own_head).items():
         shown = printable(repr(given))[:_LONGEST]
         tensor = _tensor(shown, named[given], own[name])
         if name in tensors and not torch.equal(tensors[name], tensor):

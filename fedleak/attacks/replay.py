@@ -95,6 +95,8 @@ def obstacle(seen: Observation) -> str | None:
         return "it is no update of known steps"
     if known.dropout is not False:
         return "dropout leaves out numbers that nobody knows"
+    if known.own_head:
+        return "the head is not known"
     if known.noise_scale:
         return "there is noise on it"
     if known.recipe is not None and known.recipe.optimiser == "other":

@@ -66,6 +66,12 @@ class SentUpdate(StepTable):
     response_template: str = ""
     """The words before each response, as in `[model]`: the loss counts what stands behind them.
     Left out: all tokens."""
+    own_head: bool = False
+    """Whether the client puts a head of its own on the model, which is not known: the model is then
+    what `AutoModel` makes. Attacks that need no head read the update; nothing else is tried."""
+    names: dict[str, str] = {}
+    """Names of parameters in the update that are not those of the model, and the model's for them,
+    such as {"head.weight": "classifier.weight"} for a head that is the same as the model's."""
     learning_rate: Annotated[float, Field(gt=0)] | None = None
     """Of the client's steps, the first where there is a `schedule`; needed for `delta` and
     `weights`."""
@@ -99,6 +105,10 @@ class SentUpdate(StepTable):
                 raise ValueError(
                     f"{name} has {len(numbers)} numbers for num_examples = {self.num_examples}"
                 )
+        if self.own_head and (self.names or self.labels):
+            raise ValueError(
+                "own_head says that the head is not known: leave it out, or names and labels"
+            )
         room = self.local_steps * (self.batch_size or self.num_examples)
         if self.num_examples > room:
             raise ValueError(
@@ -142,6 +152,7 @@ class SentUpdate(StepTable):
             dropout=self.dropout,
             local_epochs=None if self.payload == "gradient" else self.local_epochs,
             recipe=None if self.payload == "gradient" else recipe,
+            own_head=self.own_head or None,
             **facts,
         )
 

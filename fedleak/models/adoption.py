@@ -21,7 +21,7 @@ from fedleak.models.loading import (
     set_up_,
     template_ids,
 )
-from fedleak.models.parameter_names import plain
+from fedleak.models.parameter_names import NO_NAMES, plain
 from fedleak.util.errors import ConfigError, unknown
 from fedleak.util.finite import all_finite
 
@@ -32,6 +32,8 @@ def adopt(
     *,
     loss: str = "cross-entropy",
     response_template: str = "",
+    names: Mapping[str, str] = NO_NAMES,
+    own_head: bool = False,
 ) -> LanguageModel:
     """Returns a copy of a model, at the weights that it has, with its tokenizer.
 
@@ -39,9 +41,14 @@ def adopt(
 
     Args:
         module: A sequence classifier or a causal language model of transformers, or what wraps one.
+            With `names` or `own_head`: also a model without a head, as `AutoModel` makes it, or
+            what wraps that, which is taken for a classifier.
         tokenizer: The one that it is trained with.
         loss: A key of `CLASS_LOSSES`.
         response_template: The words behind which next-token training begins.
+        names: Of parameters in `module` that are not named as in the classifier, and their names
+            there: those of a head.
+        own_head: The head is another one, which stays unknown; the copy's is zero and not trained.
 
     Raises:
         ConfigError: A model, a tokenizer or a loss that fedleak cannot attack.
@@ -55,12 +62,16 @@ def adopt(
             f"the tokenizer is {type(tokenizer).__name__}: give the tokenizer itself, as "
             "AutoTokenizer.from_pretrained returns it"
         )
-    named, task = f"the model ({type(theirs).__name__})", _task(theirs)
+    named = f"the model ({type(theirs).__name__})"
+    task = _task(theirs, own_head or bool(names))
     _check_loss(named, task, loss, theirs.config)
     family = family_of(named, theirs.config, task)
     tokenizer, config = copy.deepcopy(tokenizer), copy.deepcopy(theirs.config)
     check_tokenizer_(named, tokenizer, config.vocab_size, task)
     set_up_(config, tokenizer)
+    head = {names[name]: p for name, p in module.named_parameters() if name in names}
+    if (rows := head.get(family.classifier[0])) is not None:
+        config.num_labels = len(rows)
     # To draw random weights, which are overwritten below, would take longer than a client's step.
     with torch.random.fork_rng(devices=[]), no_init_weights():
         own = auto_class(task).from_config(config, dtype=torch.float32)
@@ -70,7 +81,7 @@ def adopt(
 
         inject_adapter_in_model(adapters, own)
     own.to(next(theirs.parameters()).device)
-    _copy_weights_(own, theirs, named)
+    _copy_weights_(own, theirs, named, head, own_head)
     return LanguageModel(
         module=own.eval(),
         tokenizer=tokenizer,
@@ -115,8 +126,8 @@ def inner(module: nn.Module) -> Any:
     return models[0]
 
 
-def _task(theirs: Any) -> str:
-    """Returns what a transformers model is made for."""
+def _task(theirs: Any, headless: bool) -> str:
+    """Returns what a transformers model is made for; a headless one is taken for a classifier."""
     from transformers.models.auto import modeling_auto as auto
 
     tasks = {
@@ -127,9 +138,12 @@ def _task(theirs: Any) -> str:
         config_class = type(theirs.config)
         if config_class in classes and isinstance(theirs, classes[config_class]):
             return task
+    if headless:
+        return CLASSIFICATION
     raise ConfigError(
         f"the model ({type(theirs).__name__}) has no head that fedleak knows: give one of the "
-        "classes ...ForSequenceClassification or ...ForCausalLM of transformers"
+        "classes ...ForSequenceClassification or ...ForCausalLM of transformers; or, for a head of "
+        "your own, say own_head = true, or what its parameters are called there in names"
     )
 
 
@@ -169,16 +183,37 @@ def _adapters(module: nn.Module) -> Any:
     return dataclasses.replace(copy.deepcopy(next(iter(adapters.values()))), modules_to_save=None)
 
 
-def _copy_weights_(own: nn.Module, theirs: nn.Module, named: str) -> None:
-    """Copies the original's weights, and trains the parameters that the original trains."""
+def _copy_weights_(
+    own: Any, theirs: nn.Module, named: str, head: Mapping[str, nn.Parameter], own_head: bool
+) -> None:
+    """Copies the original's weights, and trains the parameters that the original trains.
+
+    Where the head is another one, what the original lacks is zero and not trained.
+    """
     named_theirs = ((plain(name), parameter) for name, parameter in theirs.named_parameters())
     source = {name: parameter for name, parameter in named_theirs if name is not None}
+    body = f"{own.base_model_prefix}."
+    if type(theirs) is type(own.base_model):
+        source = {body + name: value for name, value in source.items()}
+    if own_head:
+        source = {name: value for name, value in source.items() if name.startswith(body)}
+    source |= head
     copies = dict(own.named_parameters())
-    if different := sorted(source.keys() ^ copies.keys()):
+    lacking = copies.keys() - source.keys()
+    if lacking and head:
+        raise ConfigError(
+            f"names has no name for {min(lacking)} of the classifier: name all of its parameters, "
+            "or say own_head = true in place of names"
+        )
+    others = source.keys() - copies.keys() if own_head else source.keys() ^ copies.keys()
+    if different := sorted(others):
         raise ConfigError(
             f"{named} has other parameters than its class has, such as {different[0]}: give a "
             "plain one, or one with LoRA adapters"
         )
+    for name in lacking:
+        copies[name].data.zero_()
+        copies.pop(name).requires_grad_(False)
     for name, parameter in copies.items():
         value = source[name].detach()
         if value.is_meta or value.shape != parameter.shape or not value.is_floating_point():

@@ -67,6 +67,7 @@ def load_checkpoint(
     task: str | None = None,
     loss: str = "cross-entropy",
     response_template: str = "",
+    own_head: bool = False,
 ) -> LanguageModel:
     """Loads a whole checkpoint as it was saved, with the classes that it has.
 
@@ -75,6 +76,7 @@ def load_checkpoint(
         task: "sequence-classification" or "causal-lm"; None: what its config.json says.
         loss: What a classifier is trained on, a key of `CLASS_LOSSES`.
         response_template: The words behind which next-token training begins.
+        own_head: The head is another one: a classifier need not be there.
 
     Raises:
         ConfigError: No such model, one that is not supported, or one whose classifier is not there.
@@ -84,7 +86,7 @@ def load_checkpoint(
     if loss not in CLASS_LOSSES:
         raise ConfigError(unknown("loss", loss, CLASS_LOSSES))
     config = read_config(f"model.name = {name!r}", name)
-    task = task or _task(name, config)
+    task = task or (CLASSIFICATION if own_head else _task(name, config))
     spec = ModelSpec(
         name=name,
         task=task,
@@ -92,7 +94,7 @@ def load_checkpoint(
         loss=loss,
         response_template=response_template,
     )
-    return _make(spec, checkpoint=True, whole=True)
+    return _make(spec, checkpoint=True, whole=not own_head)
 
 
 def outline(spec: ModelSpec) -> LanguageModel:
@@ -271,7 +273,8 @@ def _task(name: str, config: Any) -> str:
             return task
     raise ConfigError(
         f"model.name = {name!r} is of the class {', '.join(classes) or 'unknown'}, which has no "
-        f"head that says what it was trained for: set the task to {CLASSIFICATION} or {CAUSAL_LM}"
+        f"head that says what it was trained for: set the task to {CLASSIFICATION} or {CAUSAL_LM}; "
+        "or, for an update with a head of its own, own_head = true"
     )
 
 

@@ -7,6 +7,7 @@ the name that `fedleak.models` has for it.
 
 import difflib
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 from torch import nn
 
@@ -21,6 +22,9 @@ _ADAPTER = "default"
 
 _LONGEST = 200
 """Characters of a name that are repeated in an error."""
+
+
+NO_NAMES: Mapping[str, str] = MappingProxyType({})
 
 
 def plain(name: str) -> str | None:
@@ -47,35 +51,45 @@ def plain(name: str) -> str | None:
     return ".".join(parts)
 
 
-def matched(given: Iterable[str], module: nn.Module) -> dict[str, str]:
+def matched(
+    given: Iterable[str],
+    module: nn.Module,
+    names: Mapping[str, str] = NO_NAMES,
+    own_head: bool = False,
+) -> dict[str, str]:
     """Returns the parameter of a model that each given name means.
 
-    A name means the parameter whose name it ends with. Names of buffers, and of copies that peft
-    does not train, mean none and are left out. A tied parameter has several names, and wrappers add
-    others: two given names may mean one parameter.
+    A name means the parameter whose name it ends with, with or without the words that the model
+    puts before the names of its body. Names of buffers, and of copies that peft does not train,
+    mean none and are left out. A tied parameter has several names, and wrappers add others: two
+    given names may mean one parameter.
 
     Args:
         given: The names in a wrapper or a file.
         module: The model, without wrappers.
+        names: What some of the given names are to be read as.
+        own_head: The head is another one: names that mean no parameter of the body are its.
 
     Raises:
-        ConfigError: A name that means no parameter of the model.
+        ConfigError: A name that means no parameter of the model; or none means one.
     """
-    names = _names(module)
-    buffers = {name for name, _ in module.named_buffers()}
+    body = f"{getattr(module, 'base_model_prefix', '')}."
+    known = {name: p for name, p in _names(module).items() if not own_head or name.startswith(body)}
+    known |= {name.removeprefix(body): parameter for name, parameter in known.items()}
+    buffers = {name.removeprefix(body) for name, _ in module.named_buffers()}
     parameters: dict[str, str] = {}
     unmatched = []
     for name in given:
-        short = plain(name)
+        short = plain(names.get(name, name))
         if short is None or _ending(short, buffers) is not None:
             continue
-        ending = _ending(short, names)
+        ending = _ending(short, known)
         if ending is None:
             unmatched.append(name)
         else:
-            parameters[name] = names[ending]
-    if unmatched:
-        raise ConfigError(_no_parameter(unmatched, names))
+            parameters[name] = known[ending]
+    if unmatched and not (own_head and parameters):
+        raise ConfigError(_no_parameter(unmatched, dict.fromkeys(known.values())))
     return parameters
 
 

@@ -57,6 +57,12 @@ class ReplyTable(Table):
     prefix: str = ""
     """Only names that begin so count; for messages with several models. What wrappers put before
     names is found without it."""
+    own_head: bool = False
+    """Whether clients put a head of their own on the model, which is then what `AutoModel` makes:
+    attacks that need no head read what is sent of the model."""
+    names: dict[str, str] = {}
+    """Names of arrays that are not those of the model's parameters, and the model's for them, such
+    as `"head.weight" = "classifier.weight"` for a head that is the same as the model's."""
     examples_key: str = "num-examples"
     """The metric that says how many examples a client trained on."""
     examples: Positive | None = None

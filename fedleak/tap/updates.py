@@ -288,6 +288,7 @@ class Tap:
             local_steps=1 if payload == "gradient" else table.steps(examples),
             local_epochs=table.local_epochs,
             dropout=table.dropout,
+            own_head=self.about.reply.own_head,
             **({} if payload == "gradient" else steps),
         )
 
@@ -365,9 +366,11 @@ class Tap:
                     places[name]: parameter for name, parameter in matches.items()
                 }
             else:
-                prefix = self.about.reply.prefix
-                chosen = [name for name in names if name.startswith(prefix)]
-                self._matches[names] = matched(chosen, self.model.module)
+                reply = self.about.reply
+                chosen = [name for name in names if name.startswith(reply.prefix)]
+                self._matches[names] = matched(
+                    chosen, self.model.module, reply.names, reply.own_head
+                )
         return self._matches[names]
 
     def _read(self, places: Mapping[str, "_Place"]) -> dict[str, Tensor]:

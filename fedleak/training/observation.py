@@ -86,6 +86,7 @@ class Knowledge:
         recipe: How the client steps; the server's own setting, too. None: by plain SGD.
         candidates: What an attack on membership is asked about.
         server_mode: The kind of the malicious server's mode; None: the server was honest.
+        own_head: The clients' head is their own, and the model's is not it; None: it is.
     """
 
     learning_rate: float | None = None
@@ -99,6 +100,7 @@ class Knowledge:
     recipe: Recipe | None = None
     candidates: Candidates | None = None
     server_mode: str | None = None
+    own_head: bool | None = None
 
     def granted(self) -> tuple[str, ...]:
         """Returns the names of the facts that are known."""

@@ -199,6 +199,32 @@ def test_two_models_are_told_apart_by_their_prefix(wire, step, imported):
     assert near(update.tensors, step.gradient)
 
 
+def test_an_own_head_is_not_the_models(wire, step, imported):
+    """Under whatever name: `AutoModel` has no words before its own, and a head may have any."""
+
+    def own(tensors):
+        body = {n.removeprefix("bert."): v for n, v in tensors.items() if n.startswith("bert.")}
+        return {**body, "classifier.weight": torch.ones(3, 7), "norm.bias": torch.ones(5)}
+
+    wire("sent", 1, 77, {"arrays": own(step.before)})
+    wire("received", 1, 77, {"arrays": own(step.after)}, metrics=METRICS)
+    outcome = imported({"reply.own_head": True})
+    update = update_of(outcome)
+    assert near(update.tensors, step.gradient)
+    assert all(name.startswith("bert.") for name in update.tensors)
+    assert outcome.run.captures.about(Key(1, 0)).knowledge.own_head
+
+
+def test_a_head_of_another_name_is_the_models_if_it_is_called_so(wire, step, imported):
+    def own(tensors):
+        return {n.replace("classifier.", "head."): v for n, v in tensors.items()}
+
+    wire("sent", 1, 77, {"arrays": own(step.before)})
+    wire("received", 1, 77, {"arrays": own(step.after)}, metrics=METRICS)
+    names = {f"head.{end}": f"classifier.{end}" for end in ("weight", "bias")}
+    assert near(update_of(imported({"reply.names": names})).tensors, step.gradient)
+
+
 def test_what_is_not_sent_stays_as_in_the_checkpoint(wire, step, imported, folder, bert_tiny):
     some = [name for name in step.gradient if "classifier" in name or "layer.1" in name]
     wire("sent", 1, 77, {"arrays": {name: step.before[name] for name in some}})

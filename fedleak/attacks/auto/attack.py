@@ -368,12 +368,18 @@ class _Attempt:
         """Returns the sequences of a pool that explain what is left best.
 
         A long pool is cut to what can be compared in a part of the time that is left. Out of time,
-        it is what was read first: attacks that came late had the least time.
+        it is what was read first: attacks that came late had the least time. Without a known head
+        no gradient can be compared, and it is what most attacks read.
         """
         special, rest = self._model.special_ids(), self.rest
         pool = [ids for ids in dict.fromkeys(pool) if not special.issuperset(ids)]
         if not pool:
             return NO_CHOICE
+        if self._seen.knowledge.own_head:
+            answers = [answer.sequences or () for answer in self.findings.answers.values()]
+            votes = {ids: sum(ids in sequences for sequences in answers) for ids in pool}
+            pool = sorted(pool, key=votes.__getitem__, reverse=True)
+            return Choice((), dict.fromkeys(pool[: rest.update.num_examples], 1.0), 1.0)
         reserve, size = Reserve(self._pace, rest, pool), rest.update.num_examples
         most = reserve.gradients_in(_CHOOSING * self._clock.left()) // directions(self._model)
         if most < min(size, len(pool)):
@@ -464,8 +470,14 @@ class _Attempt:
                 "likely": [verified or ids in certain | likely for ids in batch],
             },
             verified=verified,
-            reason=verdict.remark() if verified or proved else _NOT_PROVED[bool(likely)],
+            reason=verdict.remark() if verified or proved else self._not_proved(bool(likely)),
         )
+
+    def _not_proved(self, likely: bool) -> str:
+        """Returns what an answer of which nothing is proved is."""
+        if self._seen.knowledge.own_head:
+            return "nothing proved, because the head is not known: what most attacks read"
+        return _NOT_PROVED[likely]
 
     def _likely(self, choice: Choice) -> tuple[set[Ids], dict[str, Any]]:
         """Returns the guesses that explain more than chance does, and what was compared."""

@@ -136,6 +136,8 @@ class GradientMatching(ABC):
                 "weighs all tokens alike, and the loss counts responses alone: use kind = 'dager', "
                 "or leave model.response_template out"
             )
+        if "own_head" in setting.knows:
+            return "computes gradients through the head, which is not known: use kind = 'auto'"
         if not setting.shared - {setting.family.word_embedding}:
             return "needs a parameter beside the word embedding: add one to update.share"
         return None

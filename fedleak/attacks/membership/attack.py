@@ -70,6 +70,8 @@ class Membership:
                 'needs a list of texts to ask about: kind = "membership" in an experiment file '
                 "gets one from the audit"
             )
+        if "own_head" in setting.knows:
+            return "computes gradients through the head, which is not known: use kind = 'auto'"
         return None
 
     def __call__(
