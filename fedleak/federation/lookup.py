@@ -2,9 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,8 +28,7 @@ def of_app(config: Mapping[str, object]) -> tuple[Experiment, Run]:
     Flower unpacks an app far from where it was started: a relative `experiment` is in the app. A
     relative `run-dir` is below the folder that the SuperLink was started in.
     """
-    path = Path(__file__).parents[2] / str(config["experiment"])
-    experiment = _loaded(path, _version(path))
+    experiment = load(Path(__file__).parents[2] / str(config["experiment"]))
     return experiment, Run(Path(str(config["run-dir"]) or run_folder(experiment.name)).absolute())
 
 
@@ -186,17 +183,3 @@ def captures_of(run: Run, experiment: Experiment) -> list[Key]:
     """Returns the captures of a complete run: those that are expected and not `absent`."""
     gone = absent(run)
     return [key for key in expected_captures(experiment) if key not in gone]
-
-
-@lru_cache(maxsize=1)
-def _loaded(path: Path, version: object) -> Experiment:
-    """Reads and checks an experiment once per process, and again if its file has changed."""
-    return load(path)
-
-
-def _version(path: Path) -> object:
-    """Returns a value that changes when the file is replaced; None if there is no file."""
-    with suppress(OSError):
-        status = path.stat()
-        return status.st_ino, status.st_mtime_ns, status.st_size
-    return None
