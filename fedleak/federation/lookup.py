@@ -80,23 +80,16 @@ def examples(run: Run) -> Examples:
         FedleakError: The run.json is damaged.
     """
     info = run.info()
-    # A run of an older version has both numbers in its experiment.
-    counts = info.get("examples") or info["experiment"]["data"]
-    match counts:
-        case {"training": int(training), "held_out": int(held_out)}:
-            return Examples(sum(info.get("node_examples", [training])), held_out)
-        case {"samples": int(training), "held_out": int(held_out)}:
-            return Examples(training, held_out)
-    raise FedleakError(
-        f"{run.path / 'run.json'} does not say how many examples there are: restore it from a copy"
-    )
+    if (counts := info.get("examples")) is None:
+        raise FedleakError(
+            f"{run.path / 'run.json'} does not say how many examples there are: restore it from a "
+            "copy"
+        )
+    return Examples(sum(info.get("node_examples", [counts["training"]])), counts["held_out"])
 
 
 def client_sizes(run: Run) -> Sequence[int] | None:
-    """Returns how many examples each client has; None: its node has not said so yet.
-
-    It is also None for a run of an older version whose data is not on nodes.
-    """
+    """Returns how many examples each client has; None: its node has not said so yet."""
     return run.info().get("node_examples")
 
 
