@@ -129,7 +129,7 @@ def plan(experiment: Experiment) -> Plan:
     unknown = unknown_fraction(workload, model)
     for client, part in [] if experiment.data.on_nodes else enumerate(workload.parts):
         protection(experiment, client, len(part))  # refuses an epsilon out of reach
-    loading.check_weights(experiment.model_spec(num_labels))
+    loading.check_weights(experiment.model.name, experiment.model.task, num_labels)
     held_out = {"sequences": workload.held_out, "labels": workload.held_out_labels}
     return Plan(
         experiment=experiment,

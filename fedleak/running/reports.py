@@ -9,9 +9,9 @@ from fedleak.audit import score_files, scoring
 from fedleak.audit.gate.judge import Verdict, chosen, judge
 from fedleak.federation.lookup import stored
 from fedleak.report.annex import annex
-from fedleak.report.html.page import Entry
+from fedleak.report.html.page import Entry, RunPage
 from fedleak.report.html.render import render
-from fedleak.report.html.run_page import RunPage, run_page
+from fedleak.report.html.run_page import run_page
 from fedleak.report.html.sweep_page import sweep_page
 from fedleak.report.tables.personal_data import personal_data_tables
 from fedleak.store.files import replace

@@ -67,12 +67,11 @@ def main(grid: Grid, context: Context) -> None:
         return
     run = preparation.prepare(experiment, run.path)
     with run.lock():
-        if not config["attack"]:
-            with pipeline.noting_status(run):
-                federate(grid, experiment, run, find_nodes(grid, experiment, run, wait), wait)
-            return
         with pipeline.noting_status(run):
             nodes = find_nodes(grid, experiment, run, wait)
+            if not config["attack"]:
+                federate(grid, experiment, run, nodes, wait)
+                return
         with pipeline.under_way(run, experiment) as stop:
             federate(grid, experiment, run, nodes, wait, stop, attacked=True)
         print_run(run, scoring.score_run(run))
