@@ -212,6 +212,8 @@ class LocalWorker(Worker):
     far it is through a pipe of its own.
     """
 
+    _progress: dict[int, Progress]
+
     def __init__(self, device: str, time_limit: float) -> None:
         self._device = device
         super().__init__(time_limit)
@@ -263,7 +265,7 @@ class LocalWorker(Worker):
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._told, telling_end = context.Pipe(duplex=False)
-        self._progress: dict[int, Progress] = {}
+        self._progress = {}
         self._pool = ProcessPoolExecutor(1, context, initializer=_begin, initargs=(telling_end,))
         # Asked before anything slow is imported there, so that it can be ended at any time: a pool
         # that is only told to shut down first completes the attack, and Python waits for that.
