@@ -23,6 +23,7 @@ import psutil
 import pytest
 import tomli_w
 import torch
+from means import mean_update
 
 from fedleak import models
 from fedleak.config.experiment import Experiment
@@ -31,7 +32,6 @@ from fedleak.federation.lookup import dropped_out, stored
 from fedleak.models import builtin, loading
 from fedleak.store.records import LEAKAGE
 from fedleak.store.run import EVERYONE, Key, Run
-from fedleak.training.aggregation import mean_update
 from fedleak.training.local import local_update_
 from fedleak.training.observation import ClientUpdate
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from flwr.common.secure_aggregation import quantization
 from flwr.common.secure_aggregation.ndarrays_arithmetic import parameters_multiply
+from means import mean_update
 
 from fedleak.audit import defense_checks
 from fedleak.config.checks import check_defenses
 from fedleak.config.loading import parse
 from fedleak.defenses.secure_sum import SecureSum
 from fedleak.models import loading
-from fedleak.training.aggregation import mean_update
 from fedleak.training.observation import ClientUpdate, UpdateKind
 from fedleak.util.errors import ConfigError
 from fedleak.util.rng import stream

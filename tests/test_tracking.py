@@ -12,7 +12,7 @@ from scored import row
 from tiny import DLG, Here, call, toml
 
 from fedleak.running.dispatch import dispatcher
-from fedleak.running.tracking.tracked import tracked
+from fedleak.running.tracking import tracked
 from fedleak.store.records import LEAKAGE, LEDGER, UTILITY, LedgerRow
 from fedleak.store.run import Key, Run
 from fedleak.store.summaries import SUMMARY

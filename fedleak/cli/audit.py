@@ -67,7 +67,6 @@ def audit(
     from fedleak.report.tables.audit import plan_table
     from fedleak.report.terminal.audit import print_audit
     from fedleak.report.terminal.table import print_table
-    from fedleak.running.audit.page import finish
     from fedleak.running.reports import NAME
     from fedleak.running.workers.hiring import hire
     from fedleak.store.audits import AUDIT
@@ -98,7 +97,7 @@ def audit(
         print_table(console, plan_table(opened.audit))
         with progress(console) as show:
             scored = opened.carry_out(train, show, on)
-        finished, verdict = finish(opened, scored)
+        finished, verdict = opened.finish(scored)
         print_audit(finished, verdict, console)
         console.print(f"page: {markup(opened.run.path / NAME)}", soft_wrap=True)
         console.print(f"json: {markup(opened.run.path / AUDIT.name)}", soft_wrap=True)

@@ -38,12 +38,12 @@ def train_prior(
         with prior_training.new_folder(out) as folder:
             corpus = prior_training.read_sentences(text, tokenizer, plan)
             with prior_progress(console) as show:
-                trained = prior_training.train(corpus, plan, on, show)
-            prior_training.save(trained.prior, folder)
+                prior, nll = prior_training.train(corpus, plan, on, show)
+            prior_training.save(prior, folder)
     except KeyboardInterrupt as error:
         end("stopped; nothing was kept", INTERRUPTED, error)
     console.print(
-        f"{trained.nll:.2f} nats per token on {len(corpus.held_out):,} of "
+        f"{nll:.2f} nats per token on {len(corpus.held_out):,} of "
         f"{len(corpus.training) + len(corpus.held_out):,} sentences, which were held back"
     )
     console.print(f"prior: {markup(out)}", soft_wrap=True)

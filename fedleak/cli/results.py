@@ -201,12 +201,12 @@ def export(
 
     tracker, _, place = to.partition(":")
     if tracker == "mlflow":
-        from fedleak.running.tracking.to_mlflow import export_to_mlflow
+        from fedleak.running.tracking import export_to_mlflow
 
         run_id = export_to_mlflow(Run(path), place or None, texts=texts)
         console.print(f"MLflow has it as run {markup(run_id)}", soft_wrap=True)
     elif tracker == "tensorboard":
-        from fedleak.running.tracking.to_tensorboard import export_to_tensorboard
+        from fedleak.running.tracking import export_to_tensorboard
 
         if texts:
             raise ConfigError("TensorBoard gets figures and no texts: leave out --texts")

@@ -101,8 +101,7 @@ def check_canaries(experiment: Experiment, model: LanguageModel) -> None:
     Raises:
         ConfigError: What is wrong.
     """
-    table, clients = experiment.canary, experiment.federation.clients
-    if table is None:
+    if (table := experiment.canary) is None:
         return
     local, aggregator = experiment.local_training, experiment.aggregator
     if aggregator is not None and aggregator.update_claims(local, 1).carried:
@@ -122,8 +121,6 @@ def check_canaries(experiment: Experiment, model: LanguageModel) -> None:
             "these: leave one of them out; canaries can stay where each is a whole update, as with "
             "local_dp"
         )
-    if beyond := [client for client in table.clients or () if client >= clients]:
-        raise ConfigError(f"canary.clients has {beyond[0]}: list clients from 0 to {clients - 1}")
     sizes = {name: value.numel() for name, value in model.parameters().items()}
     for client in experiment.unlike_clients:
         numbers = sum(sizes[name] for name in sent_by(experiment, client, model))
@@ -140,8 +137,7 @@ def check_published(experiment: Experiment) -> None:
     Raises:
         ConfigError: What is wrong.
     """
-    table, clients = experiment.published, experiment.federation.clients
-    if table is None:
+    if (table := experiment.published) is None:
         return
     if experiment.model.task != CAUSAL_LM:
         raise ConfigError(
@@ -158,8 +154,6 @@ def check_published(experiment: Experiment) -> None:
             "published.beginning lacks model.response_template = "
             f"{experiment.model.response_template!r}, behind which texts are learnt: end it so"
         )
-    if beyond := [client for client in table.clients or () if client >= clients]:
-        raise ConfigError(f"published.clients has {beyond[0]}: list clients 0 to {clients - 1}")
 
 
 def attack_settings(experiment: Experiment, model: LanguageModel) -> list[AttackSetting]:

@@ -134,6 +134,18 @@ def parse(table: Mapping[str, Any]) -> Experiment:
     return experiment
 
 
+def changed(experiment: Experiment, changes: Mapping[str, Any]) -> Experiment:
+    """Returns an experiment with other values, by dotted key, as checked as one from a file.
+
+    Raises:
+        ConfigError: The first thing that is not right.
+    """
+    table = experiment.model_dump(mode="json")
+    for key, value in changes.items():
+        set_(table, key, value, key)
+    return parse(table)
+
+
 def _check_client(experiment: Experiment) -> None:
     """Refuses steps that nobody makes, or that something else cannot follow."""
     changed = next(iter(experiment.client.changed), None)
@@ -236,6 +248,13 @@ def _check_rounds(experiment: Experiment) -> None:
 
 def _check_clients(experiment: Experiment) -> None:
     clients, last = experiment.threat.clients, experiment.federation.clients - 1
+    for key in ("threat", "canary", "published"):
+        chosen = getattr(getattr(experiment, key), "clients", None) or ()
+        if beyond := [client for client in chosen if client > last]:
+            raise ConfigError(
+                f"{key}.clients has {beyond[0]}, but federation.clients = {last + 1}: choose from "
+                f"0 to {last}"
+            )
     if (tapped := experiment.tapped) is not None:
         rounds, highest = len(tapped.clients), max(chain.from_iterable(tapped.clients), default=0)
         if rounds != experiment.federation.rounds or highest > last:
@@ -244,14 +263,7 @@ def _check_clients(experiment: Experiment) -> None:
                 f"{experiment.federation.rounds} rounds and clients up to {last}: `fedleak import` "
                 "writes it anew"
             )
-    if clients is None:
-        return
-    if beyond := [client for client in clients if client > last]:
-        raise ConfigError(
-            f"threat.clients has {beyond[0]}, but federation.clients = {last + 1}: choose from 0 "
-            f"to {last}"
-        )
-    if experiment.sees != "updates":
+    if clients is not None and experiment.sees != "updates":
         raise ConfigError(
             f"threat.clients = {clients}, but what an attacker sees is of all clients of a round: "
             "leave threat.clients out"

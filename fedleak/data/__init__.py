@@ -32,24 +32,19 @@ BUILTIN: Mapping[str, str] = {
 
 
 class HubSet(NamedTuple):
-    """Where a well-known data set is on the hub, and its columns."""
+    """Where a well-known data set is on the hub; its column `label` has the classes."""
 
     path: str
     subset: str | None
     text: str
-    label: str
     about: str
 
 
 HUB: Mapping[str, HubSet] = {
-    "glue/cola": HubSet("nyu-mll/glue", "cola", "sentence", "label", "grammatical or not"),
-    "glue/sst2": HubSet("nyu-mll/glue", "sst2", "sentence", "label", "film reviews, short phrases"),
+    "glue/cola": HubSet("nyu-mll/glue", "cola", "sentence", "grammatical or not"),
+    "glue/sst2": HubSet("nyu-mll/glue", "sst2", "sentence", "film reviews, short phrases"),
     "rotten_tomatoes": HubSet(
-        "cornell-movie-review-data/rotten_tomatoes",
-        None,
-        "text",
-        "label",
-        "film reviews, sentences",
+        "cornell-movie-review-data/rotten_tomatoes", None, "text", "film reviews, sentences"
     ),
 }
 
@@ -372,7 +367,7 @@ def _rows(
         known = HUB[name]
         _refuse_format(name, encoding, delimiter)
         rows = _from_hub(name, known.path, known.subset, split)
-        return rows, known.text if text is None else str(text), known.label
+        return rows, known.text if text is None else str(text), "label"
     if text is None:
         raise ConfigError(f"data.text is missing: name the column of {name!r} that holds the text")
     bare = isinstance(text, int) or isinstance(label, int)

@@ -4,9 +4,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from fedleak.config.experiment import Experiment
 from fedleak.config.loading import parse
+from fedleak.store.run import Run
 from fedleak.util.errors import ConfigError
 
 NOT_FOR_CLIENTS = frozenset({"attack", "threat", "gate", "audit", "utility", "workers", "server"})
@@ -33,8 +35,14 @@ class Assignment:
     run_name: str
     classes: tuple[str, ...] = ()
 
-    def to_values(self) -> dict[str, str | list[str]]:
-        """Returns values for a record of a message."""
+    @classmethod
+    def of(cls, experiment: Experiment, run: Run) -> "Assignment":
+        """Returns what the clients of a run are asked to train."""
+        classes = run.info().get("classes", []) if experiment.data.on_nodes else []
+        return cls(experiment, run.path.name, tuple(classes))
+
+    def to_values(self) -> dict[str, Any]:
+        """Returns values for a record of a message, which nodes need in place of any file."""
         text = self.experiment.model_dump_json(exclude=set(NOT_FOR_CLIENTS))
         return {"experiment": text, "run": self.run_name, "classes": list(self.classes)}
 

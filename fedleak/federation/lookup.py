@@ -2,9 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,8 +28,7 @@ def of_app(config: Mapping[str, object]) -> tuple[Experiment, Run]:
     Flower unpacks an app far from where it was started: a relative `experiment` is in the app. A
     relative `run-dir` is below the folder that the SuperLink was started in.
     """
-    path = Path(__file__).parents[2] / str(config["experiment"])
-    experiment = _loaded(path, _version(path))
+    experiment = load(Path(__file__).parents[2] / str(config["experiment"]))
     return experiment, Run(Path(str(config["run-dir"]) or run_folder(experiment.name)).absolute())
 
 
@@ -83,23 +80,16 @@ def examples(run: Run) -> Examples:
         FedleakError: The run.json is damaged.
     """
     info = run.info()
-    # A run of an older version has both numbers in its experiment.
-    counts = info.get("examples") or info["experiment"]["data"]
-    match counts:
-        case {"training": int(training), "held_out": int(held_out)}:
-            return Examples(sum(info.get("node_examples", [training])), held_out)
-        case {"samples": int(training), "held_out": int(held_out)}:
-            return Examples(training, held_out)
-    raise FedleakError(
-        f"{run.path / 'run.json'} does not say how many examples there are: restore it from a copy"
-    )
+    if (counts := info.get("examples")) is None:
+        raise FedleakError(
+            f"{run.path / 'run.json'} does not say how many examples there are: restore it from a "
+            "copy"
+        )
+    return Examples(sum(info.get("node_examples", [counts["training"]])), counts["held_out"])
 
 
 def client_sizes(run: Run) -> Sequence[int] | None:
-    """Returns how many examples each client has; None: its node has not said so yet.
-
-    It is also None for a run of an older version whose data is not on nodes.
-    """
+    """Returns how many examples each client has; None: its node has not said so yet."""
     return run.info().get("node_examples")
 
 
@@ -186,17 +176,3 @@ def captures_of(run: Run, experiment: Experiment) -> list[Key]:
     """Returns the captures of a complete run: those that are expected and not `absent`."""
     gone = absent(run)
     return [key for key in expected_captures(experiment) if key not in gone]
-
-
-@lru_cache(maxsize=1)
-def _loaded(path: Path, version: object) -> Experiment:
-    """Reads and checks an experiment once per process, and again if its file has changed."""
-    return load(path)
-
-
-def _version(path: Path) -> object:
-    """Returns a value that changes when the file is replaced; None if there is no file."""
-    with suppress(OSError):
-        status = path.stat()
-        return status.st_ino, status.st_mtime_ns, status.st_size
-    return None

@@ -156,9 +156,9 @@ class LanguageModel:
         """Returns the token ids that a client feeds for each text."""
         return self.family.encode(self.tokenizer, texts, self.task)
 
-    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """Returns text, without special tokens unless asked for."""
-        return text_of(self.tokenizer, ids, special=special)
+    def decode(self, ids: Sequence[int]) -> str:
+        """Returns text, without special tokens."""
+        return text_of(self.tokenizer, ids)
 
     def special_ids(self) -> frozenset[int]:
         """Returns the ids that are not content; an unknown word is content if it has its own."""
@@ -208,12 +208,7 @@ def _refuse_others(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> 
 
 
 def batch_loss(
-    model: LanguageModel,
-    ids_BT: Tensor,
-    mask_BT: Tensor,
-    labels: Tensor | None,
-    *,
-    embeds_BTD: Tensor | None = None,
+    model: LanguageModel, ids_BT: Tensor, mask_BT: Tensor, labels: Tensor | None
 ) -> Tensor:
     """Returns the mean loss that a client trains on; clients and attacks share it.
 
@@ -222,14 +217,8 @@ def batch_loss(
         ids_BT: Token ids; for a causal model also the targets.
         mask_BT: 1 on real tokens, which come first in each row.
         labels: Classes [B], or class probabilities [B, C]; None for a causal model.
-        embeds_BTD: Word embeddings to use in place of those of `ids_BT`.
     """
-    logits = model.family.logits(
-        model.module,
-        mask_BT,
-        ids_BT=None if embeds_BTD is not None else ids_BT,
-        embeds_BTD=embeds_BTD,
-    )
+    logits = model.family.logits(model.module, mask_BT, ids_BT=ids_BT, embeds_BTD=None)
     if logits.dtype == torch.bfloat16:
         logits = logits.float()  # as transformers computes the loss
     if model.task == CLASSIFICATION:

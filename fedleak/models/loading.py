@@ -47,17 +47,13 @@ def load(spec: ModelSpec, *, weights: bool = True) -> LanguageModel:
     return _make(spec, checkpoint=weights or spec.lora is not None)
 
 
-def check_weights(spec: ModelSpec) -> None:
+@lru_cache(maxsize=64)
+def check_weights(name: str, task: str, num_labels: int) -> None:
     """Loads a model and forgets it; a second time in this process it does nothing.
 
     Raises:
         ConfigError: `load` would refuse it, for example for weights that do not fit.
     """
-    _load_once(spec.name, spec.task, spec.num_labels)
-
-
-@lru_cache(maxsize=64)
-def _load_once(name: str, task: str, num_labels: int) -> None:
     load(ModelSpec(name=name, task=task, num_labels=num_labels))
 
 
@@ -109,17 +105,13 @@ def outline(spec: ModelSpec) -> LanguageModel:
     names = [spec.name] if spec.tokenizer is None else [spec.name, spec.tokenizer]
     folders = [source(named, name) for name in names]
     if not all(map(os.path.isdir, folders)):  # a hub id, whose files are wherever its library says
-        return _outline(spec)
-    return _outline_of(spec, tuple(map(_files, folders)))
+        return _outline.__wrapped__(spec, ())
+    return _outline(spec, tuple(map(_files, folders)))
 
 
 @lru_cache(maxsize=16)
-def _outline_of(spec: ModelSpec, files: tuple[Hashable, ...]) -> LanguageModel:
+def _outline(spec: ModelSpec, files: tuple[Hashable, ...]) -> LanguageModel:
     """Returns an outline of a model whose folders have these files: one command asks for many."""
-    return _outline(spec)
-
-
-def _outline(spec: ModelSpec) -> LanguageModel:
     with torch.device("meta"):
         return _make(spec, checkpoint=False)
 

@@ -109,19 +109,6 @@ class PriorProgress(NamedTuple):
     loss: float
 
 
-@dataclass(frozen=True)
-class Trained:
-    """A prior, and how well it predicts the sentences that were held back.
-
-    Attributes:
-        prior: In the vocabulary that it was trained in.
-        nll: Mean negative log-likelihood, in nats per predicted token.
-    """
-
-    prior: Prior
-    nll: float
-
-
 def sentences(text: str, *, unknown_token: str | None) -> list[str]:
     """Cuts a text into sentences, each of them once.
 
@@ -195,8 +182,12 @@ def train(
     plan: PriorConfig,
     device: torch.device,
     report: Callable[[PriorProgress], None] = lambda progress: None,
-) -> Trained:
+) -> tuple[Prior, float]:
     """Trains a GPT-2 from random weights.
+
+    Returns:
+        The prior, in the vocabulary of the corpus, and its mean negative log-likelihood of the
+        sentences that were held back, in nats per predicted token.
 
     Raises:
         FedleakError: It diverged.
@@ -224,7 +215,7 @@ def train(
         raise FedleakError(
             f"training diverged with learning_rate = {plan.learning_rate}: give a smaller one"
         )
-    return Trained(prior, nll)
+    return prior, nll
 
 
 def untrained(tokenizer: Any, plan: PriorConfig) -> Any:

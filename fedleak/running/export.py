@@ -47,10 +47,7 @@ def export(run: Run, path: Path, *, texts: bool = False) -> int:
             f"--to {str(path)!r} is no kind of file that rows are written to: end it in "
             f"{' or '.join(_KINDS)}, or name a tracker, mlflow or tensorboard"
         )
-    run.info()  # refuses a folder that is no run
-    rows = run.rows(LEAKAGE)
-    if not rows:
-        raise FedleakError(f"{str(run.path)!r} has no rows: `fedleak score {run.path}` makes them")
+    rows = scored_rows(run)
     read = _texts(run) if texts else {}
     experiment = stored(run)
     table = [
@@ -68,6 +65,19 @@ def export(run: Run, path: Path, *, texts: bool = False) -> int:
         else:
             Dataset.from_list(table).to_parquet(str(temporary))
     return len(rows)
+
+
+def scored_rows(run: Run) -> list[LeakageRow]:
+    """Returns the rows of a scored run.
+
+    Raises:
+        ConfigError: This is no run directory.
+        FedleakError: It was not scored, or a row is damaged.
+    """
+    run.info()  # refuses a folder that is no run
+    if not (rows := run.rows(LEAKAGE)):
+        raise FedleakError(f"{str(run.path)!r} has no rows: `fedleak score {run.path}` makes them")
+    return rows
 
 
 def _flat(row: LeakageRow) -> dict[str, Any]:

@@ -129,7 +129,7 @@ def plan(experiment: Experiment) -> Plan:
     unknown = unknown_fraction(workload, model)
     for client, part in [] if experiment.data.on_nodes else enumerate(workload.parts):
         protection(experiment, client, len(part))  # refuses an epsilon out of reach
-    loading.check_weights(experiment.model_spec(num_labels))
+    loading.check_weights(experiment.model.name, experiment.model.task, num_labels)
     held_out = {"sequences": workload.held_out, "labels": workload.held_out_labels}
     return Plan(
         experiment=experiment,
@@ -284,23 +284,36 @@ def open_run(plan: Plan, path: Path, *, fresh: bool = False) -> Run:
         _renew(run, plan.experiment)
     else:
         _refuse_leftovers(path)
-        run.create(
-            experiment=plan.experiment.model_dump(mode="json"),
-            fingerprint=plan.experiment.fingerprint,
-            status="new",
-            num_labels=plan.num_labels,
-            examples=plan.examples._asdict(),
-            **({"node_examples": list(plan.sizes)} if plan.sizes else {}),
-            **({"classes": list(plan.classes)} if plan.classes else {}),
-            versions=versions(),
-            git_commit=git_commit(),
-            **made_by(),
-            model_fingerprint=None,
+        known = {"node_examples": list(plan.sizes), "classes": list(plan.classes)}
+        create(
+            run,
+            plan.experiment,
+            plan.num_labels,
+            plan.examples,
             remarks=list(plan.remarks),
+            **{name: values for name, values in known.items() if values},
         )
     _make_held_out(run, plan)
     keep_candidates(run, plan.candidates)
     return run
+
+
+def create(
+    run: Run, experiment: Experiment, num_labels: int, examples: Examples, **more: Any
+) -> None:
+    """Makes the run.json of a run that begins now, with `more` fields."""
+    run.create(
+        experiment=experiment.model_dump(mode="json"),
+        fingerprint=experiment.fingerprint,
+        status="new",
+        num_labels=num_labels,
+        examples=examples._asdict(),
+        versions=versions(),
+        git_commit=git_commit(),
+        **made_by(),
+        model_fingerprint=None,
+        **more,
+    )
 
 
 def trains_alike(experiment: Experiment, other: Experiment) -> bool:

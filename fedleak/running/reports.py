@@ -9,7 +9,7 @@ from fedleak.audit import score_files, scoring
 from fedleak.audit.gate.judge import Verdict, chosen, judge
 from fedleak.federation.lookup import stored
 from fedleak.report.annex import annex
-from fedleak.report.html.page import Entry
+from fedleak.report.html.page import Entry, RunPage
 from fedleak.report.html.render import render
 from fedleak.report.html.run_page import run_page
 from fedleak.report.html.sweep_page import sweep_page
@@ -43,12 +43,16 @@ def report_run(run: Run, out: Path | None = None, *, redact: bool = False) -> Pa
         ConfigError: There is no run here.
         FedleakError: A file is missing or damaged, or the report cannot be written.
     """
-    run.info()  # refuses a folder that is no run
-    with run.lock():
-        content = render(run_page(run, scoring.score_run(run), redact=redact))
+    content = render(_scored_page(run, redact=redact))
     file = out or run.path / (REDACTED if redact else NAME)
     replace(file, content)
     return file
+
+
+def _scored_page(run: Run, *, redact: bool) -> RunPage:
+    run.info()  # refuses a folder that is no run
+    with run.lock():
+        return run_page(run, scoring.score_run(run), redact=redact)
 
 
 def write_annex(run: Run, out: Path) -> None:
@@ -62,9 +66,7 @@ def write_annex(run: Run, out: Path) -> None:
         ConfigError: There is no run here.
         FedleakError: A file is missing or damaged, or the annex cannot be written.
     """
-    run.info()  # refuses a folder that is no run
-    with run.lock():
-        page = run_page(run, scoring.score_run(run), redact=True)
+    page = _scored_page(run, redact=True)
     limits, summary = stored(run).gate, run.read_document(SUMMARY)
     verdict = judge(run, limits) if chosen(limits) else Verdict((), None)
     rows = ScoredRows.read_files(run.rows)

@@ -111,13 +111,7 @@ class Folder:
         Raises:
             FedleakError: It is missing, damaged, or of another version of fedleak.
         """
-        path = self.file(document.name)
-        content = files.read_file(path)
-        try:
-            return document.parse(content)
-        except ValueError as error:
-            reason = files.one_line(error)
-            raise FedleakError(f"{path} cannot be read ({reason}): {document.remedy}") from error
+        return document.read(self.file(document.name))
 
     def write_json(self, name: str, value: Any) -> None:
         """Writes a whole JSON file; a table gets a seal."""

@@ -8,12 +8,14 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from fedleak.store.files import parse_json
+from fedleak.store.files import complete_lines, one_line, parse_json, read_file
 from fedleak.store.seal import sealed, without
+from fedleak.util.errors import FedleakError
 
 SCHEMA_VERSION = 2
 """The version of run.json and the files beside it: 2 has the experiment's fingerprint."""
@@ -75,6 +77,20 @@ class Lines(Generic[T]):
         self.check(value)
         return value
 
+    def read(self, path: Path) -> tuple[list[tuple[T, bytes]], list[tuple[int, bytes, str]]]:
+        """Returns the values of a file with their lines; damaged lines with number and reason.
+
+        There are none if there is no file.
+        """
+        rows: list[tuple[T, bytes]] = []
+        damaged: list[tuple[int, bytes, str]] = []
+        for number, line in enumerate(complete_lines(path), 1):
+            try:
+                rows.append((self.parse_line(line), line))
+            except ValueError as error:
+                damaged.append((number, line, one_line(error)))
+        return rows, damaged
+
     def written(self, value: T, place: str | None = None) -> str:
         """Returns a value as a line, without the newline.
 
@@ -117,6 +133,19 @@ class Document(Generic[T]):
                 f"it has schema_version {version!r}, and this fedleak reads {SCHEMA_VERSION}"
             )
         return validated(self.value_type, content)
+
+    def read(self, path: Path) -> T:
+        """Reads the file.
+
+        Raises:
+            FedleakError: It is missing, damaged, or of another version of fedleak.
+        """
+        content = read_file(path)
+        try:
+            return self.parse(content)
+        except ValueError as error:
+            reason = one_line(error)
+            raise FedleakError(f"{path} cannot be read ({reason}): {self.remedy}") from error
 
     def written(self, value: T) -> bytes:
         """Returns the content of the file."""

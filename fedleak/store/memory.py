@@ -15,7 +15,6 @@ from pydantic import JsonValue
 from fedleak.detectors import Broadcast
 from fedleak.store.files import naming, new_file, read_file, replace, tensor_file
 from fedleak.store.lines import Document, Record
-from fedleak.util.errors import FedleakError
 
 
 class Remembered(Record):
@@ -51,18 +50,11 @@ class Memory:
             FedleakError: The file is damaged.
         """
         path = self.folder / _CLIENT.name
-        if not path.is_file():
-            return None
-        try:
-            return _CLIENT.parse(read_file(path))
-        except ValueError as error:
-            raise FedleakError(f"{path} cannot be read ({error}): {_CLIENT.remedy}") from error
+        return _CLIENT.read(path) if path.is_file() else None
 
     def write(self, remembered: Remembered) -> None:
         """Writes what the client knows."""
-        with naming(self.folder):
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        replace(self.folder / _CLIENT.name, _CLIENT.written(remembered))
+        replace(self._place(_CLIENT.name), _CLIENT.written(remembered))
 
     def broadcast(self) -> Broadcast | None:
         """Returns the last model without an alarm; None: there was none."""
@@ -75,11 +67,15 @@ class Memory:
 
     def write_broadcast(self, broadcast: Broadcast) -> None:
         """Keeps a model in place of the last one."""
-        with naming(self.folder):
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with new_file(self.folder / _BROADCAST) as temporary:
+        with new_file(self._place(_BROADCAST)) as temporary:
             about = {"round": str(broadcast.round)}
             safetensors.numpy.save_file(dict(broadcast.parameters), temporary, about)
+
+    def _place(self, name: str) -> Path:
+        """Returns where a file is to be written, in a folder that is made for it."""
+        with naming(self.folder):
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return self.folder / name
 
 
 @dataclass(frozen=True)

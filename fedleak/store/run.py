@@ -231,7 +231,7 @@ class Run(Folder):
         Raises:
             FedleakError: A line cannot be read.
         """
-        rows, damaged = self._parsed(lines)
+        rows, damaged = lines.read(self.file(lines.name))
         if damaged:
             number, _, reason = damaged[0]
             raise FedleakError(
@@ -245,14 +245,14 @@ class Run(Folder):
 
         Unlike `salvage` it needs no lock.
         """
-        return [row for row, _ in self._parsed(lines)[0]]
+        return [row for row, _ in lines.read(self.file(lines.name))[0]]
 
     def salvage(self, lines: Lines[T]) -> list[T]:
         """Returns the lines that can be read, as `rows` does, and moves others to damaged.jsonl.
 
         The caller holds the lock.
         """
-        rows, damaged = self._parsed(lines)
+        rows, damaged = lines.read(self.file(lines.name))
         if damaged:
             put_aside = [
                 Damaged(file=lines.name, line=n, reason=reason, content=line.decode("latin-1"))
@@ -264,7 +264,8 @@ class Run(Folder):
 
     def keep(self, lines: Lines[T], is_kept: Callable[[T], bool]) -> None:
         """Deletes lines of a JSONL file; those that are kept stay as they stand."""
-        self._write_lines(lines, [line for row, line in self._parsed(lines)[0] if is_kept(row)])
+        rows, _ = lines.read(self.file(lines.name))
+        self._write_lines(lines, [line for row, line in rows if is_kept(row)])
 
     def _write_lines(self, lines: Lines[T], kept: Iterable[bytes]) -> None:
         content = b"".join(line.rstrip() + b"\n" for line in kept)
@@ -272,23 +273,10 @@ class Run(Folder):
 
     def damaged(self) -> list[Damaged]:
         """Returns the lines that were put aside; for a damaged one among them, what is wrong."""
-        rows, damaged = self._parsed(DAMAGED)
+        rows, damaged = DAMAGED.read(self.file(DAMAGED.name))
         return [row for row, _ in rows] + [
             Damaged(file=DAMAGED.name, line=number, reason=reason) for number, _, reason in damaged
         ]
-
-    def _parsed(
-        self, lines: Lines[T]
-    ) -> tuple[list[tuple[T, bytes]], list[tuple[int, bytes, str]]]:
-        """Returns values with their lines, and damaged lines with number and what is wrong."""
-        rows: list[tuple[T, bytes]] = []
-        damaged: list[tuple[int, bytes, str]] = []
-        for number, line in enumerate(files.complete_lines(self.file(lines.name)), 1):
-            try:
-                rows.append((lines.parse_line(line), line))
-            except ValueError as error:
-                damaged.append((number, line, files.one_line(error)))
-        return rows, damaged
 
     def write_rows(self, lines: Lines[T], values: Iterable[T]) -> None:
         """Writes a whole JSONL file at once."""

@@ -24,7 +24,6 @@ from pydantic import Field, JsonValue
 
 from fedleak.store.files import (
     append_together,
-    complete_lines,
     inside,
     naming,
     new_file,
@@ -138,23 +137,17 @@ class Tapped:
                 f"{str(self.path)!r} is not the folder of a tap: it has no {MESSAGES.name}: name "
                 'the folder that the ServerApp gave to `tap(grid, "FOLDER")`'
             )
-        messages, damaged = [], []
-        for number, line in enumerate(complete_lines(self.path / MESSAGES.name), 1):
-            try:
-                messages.append(MESSAGES.parse_line(line))
-            except ValueError as error:
-                damaged.append(f"line {number} of {MESSAGES.name} is damaged ({one_line(error)})")
-        return messages, damaged
+        messages, damaged = MESSAGES.read(self.path / MESSAGES.name)
+        return [message for message, _ in messages], [
+            f"line {number} of {MESSAGES.name} is damaged ({reason})"
+            for number, _, reason in damaged
+        ]
 
     def problems(self) -> list[Problem]:
         """Returns what was not kept; a line that cannot be read is one problem more."""
-        problems = []
-        for line in complete_lines(self.path / PROBLEMS.name):
-            try:
-                problems.append(PROBLEMS.parse_line(line))
-            except ValueError as error:
-                problems.append(Problem(round=None, node=None, reason=one_line(error)))
-        return problems
+        problems, damaged = PROBLEMS.read(self.path / PROBLEMS.name)
+        unread = [Problem(round=None, node=None, reason=reason) for *_, reason in damaged]
+        return [problem for problem, _ in problems] + unread
 
     def names(self, kept: KeptArrays) -> list[str]:
         """Returns the names in an array record.

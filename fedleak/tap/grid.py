@@ -8,7 +8,7 @@ app's own grid reaches the app as usual.
 import os
 import time
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 from flwr.app import Message
 from flwr.serverapp import Grid
@@ -27,11 +27,12 @@ def tap(grid: Grid, folder: str | os.PathLike[str]) -> Grid:
             it is not empty, the next free name with a number is taken.
     """
     kept = recorder(folder)
-    return grid if kept is None else RecordingGrid(grid, kept)
+    return grid if kept is None else cast(Grid, RecordingGrid(grid, kept))
 
 
-class RecordingGrid(Grid):
-    """A grid that shows a recorder what passes.
+@Grid.register
+class RecordingGrid:
+    """A grid that shows a recorder what passes, and passes on all else that a grid has.
 
     Replies are pulled one by one, because a pull returns all that is ready.
     """
@@ -80,27 +81,6 @@ class RecordingGrid(Grid):
                 time.sleep(POLL_SECONDS)
         return replies
 
-    def set_run(self, run: Any) -> None:
-        """Passes on."""
-        self._grid.set_run(run)
-
-    @property
-    def run(self) -> Any:
-        """Passes on."""
-        return self._grid.run
-
-    def create_message(self, *args: Any, **kwargs: Any) -> Message:
-        """Passes on."""
-        return self._grid.create_message(*args, **kwargs)
-
-    def get_node_ids(self) -> Iterable[int]:
-        """Passes on."""
-        return self._grid.get_node_ids()
-
-    def get_nodes(self) -> Iterable[Any]:
-        """Passes on."""
-        return self._grid.get_nodes()
-
     def __getattr__(self, name: str) -> Any:
-        """Passes on what only some grids have."""
+        """Passes on what is not recorded."""
         return getattr(self._grid, name)

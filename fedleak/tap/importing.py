@@ -12,8 +12,9 @@ from fedleak.config.components import LONGEST_NAME
 from fedleak.config.experiment import Experiment
 from fedleak.config.loading import parse
 from fedleak.config.tables import MOST_UPDATES
+from fedleak.federation.lookup import Examples
 from fedleak.models import CLASSIFICATION
-from fedleak.running.preparation import ask_again, git_commit, refuse_purged
+from fedleak.running.preparation import ask_again, create, refuse_purged
 from fedleak.store.files import read_file
 from fedleak.store.run import EVERYONE, Capture, Key, Run
 from fedleak.tap.about import About, TruthLine, load_truth
@@ -23,7 +24,6 @@ from fedleak.training.observation import ClientUpdate, UpdateKind
 from fedleak.training.truth import GroundTruth
 from fedleak.util.errors import ConfigError, FedleakError
 from fedleak.util.logs import LOG
-from fedleak.util.versions import made_by, versions
 
 NAMED = 3
 """How many of the left out replies an error names at most."""
@@ -223,20 +223,10 @@ def _open(out: Path, experiment: Experiment, tap: Tap, clients: Mapping[int, int
         return run
     if out.exists() and (not out.is_dir() or any(child.name != LOG for child in out.glob("[!.]*"))):
         raise ConfigError(f"{str(out)!r} is not empty: give --out another folder")
-    run.create(
-        experiment=experiment.model_dump(mode="json"),
-        fingerprint=experiment.fingerprint,
-        status="new",
-        num_labels=tap.labels,
-        examples={"training": 0, "held_out": 0},  # nothing is trained or measured here
-        versions=versions(),
-        git_commit=git_commit(),
-        **made_by(),
-        model_fingerprint=None,
-        tapped=str(tap.tapped.path.absolute()),
-        nodes={str(client): str(node) for node, client in clients.items()},
-        remarks=[],
-    )
+    nodes = {str(client): str(node) for node, client in clients.items()}
+    source = str(tap.tapped.path.absolute())
+    # Nothing is trained or measured here.
+    create(run, experiment, tap.labels, Examples(0, 0), remarks=[], tapped=source, nodes=nodes)
     return run
 
 

@@ -56,14 +56,6 @@ class WeightedSum:
         return ClientUpdate(self.kind, mean, self.all_examples)
 
 
-def mean_update(updates: Iterable[ClientUpdate]) -> ClientUpdate:
-    """Returns the mean of updates, weighted by examples: what secure aggregation reveals."""
-    total = WeightedSum()
-    for update in updates:
-        total.add_(update)
-    return total.mean()
-
-
 def taken_out(
     mean: ClientUpdate,
     names: Iterable[str],

@@ -7,7 +7,6 @@ what its call needs, torch for one.
 import multiprocessing
 import os
 import pickle
-import shutil
 import signal
 import sys
 import threading
@@ -18,7 +17,6 @@ from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedleak.util import logs
@@ -91,19 +89,13 @@ def holding_ctrl_c() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def end_with_parent(folder: Path | None = None) -> None:
-    """Ends this process when its parent does, whatever it is doing then.
-
-    Args:
-        folder: Removed if the parent ends first, for example because it is killed.
-    """
+def end_with_parent() -> None:
+    """Ends this process when its parent does, whatever it is doing then."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
     def end_too() -> None:
         parent.join()
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=end_too, daemon=True).start()

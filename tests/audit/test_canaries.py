@@ -336,7 +336,7 @@ def test_a_capture_of_no_number_is_named_and_the_others_are_scored(tmp_path):
     ("canary", "message"),
     [
         ({"count": 100_000}, "canary.count = 100000: client 0 sends "),
-        ({"clients": [2]}, "canary.clients has 2: list clients from 0 to 1"),
+        ({"clients": [2]}, "canary.clients has 2, but federation.clients = 2: choose from 0 to 1"),
     ],
 )
 def test_canaries_that_cannot_be_are_refused(tmp_path, canary, message):

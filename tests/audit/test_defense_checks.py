@@ -9,6 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from flwr.app import Context, RecordDict
+from means import mean_update
 from planted import clipping_of_the_mean, long_texts_clipped_less, other_noise, other_sampler
 from typer.testing import CliRunner
 
@@ -43,7 +44,6 @@ from fedleak.running.dispatch import dispatcher
 from fedleak.store.captures import Captures
 from fedleak.store.run import Run
 from fedleak.training import private_steps
-from fedleak.training.aggregation import mean_update
 from fedleak.training.observation import ClientUpdate, UpdateKind
 from fedleak.util.errors import ConfigError, FedleakError
 

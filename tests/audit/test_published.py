@@ -252,7 +252,10 @@ def test_a_limit_without_secrets_is_not_told():
     ("changes", "says"),
     [
         ({"model": {"name": "builtin/bert-tiny"}}, "set 'causal-lm', or leave [published] out"),
-        ({"published": {"clients": [4]}}, "published.clients has 4: list clients 0 to 1"),
+        (
+            {"published": {"clients": [4]}},
+            "published.clients has 4, but federation.cl",
+        ),
         ({"published": {"beginning": "{digit}"}}, "10 different beginnings"),
         ({"model.response_template": "Note:"}, "published.beginning lacks model.response_template"),
         ({"data.held_out": 3}, "raise data.held_out"),

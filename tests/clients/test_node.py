@@ -8,11 +8,11 @@ import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
 from fedleak.config.loading import parse
+from fedleak.federation.assignment import Assignment
 from fedleak.flower.client.app import app as client_app
 from fedleak.flower.client.context import client_of, vault
 from fedleak.flower.client.mods import public
 from fedleak.flower.inline import InlineGrid
-from fedleak.flower.server.assignments import assignment
 from fedleak.running import preparation
 from fedleak.store.run import Key, Run
 from fedleak.util.errors import ConfigError, FedleakError
@@ -46,7 +46,9 @@ def answer(tmp_path, bert_tiny):
             {
                 "arrays": ArrayRecord(bert_tiny.parameters()),
                 "config": ConfigRecord({"round": 1}),
-                "assignment": assignment(experiment, Run(run.path.with_name(run_name))),
+                "assignment": ConfigRecord(
+                    Assignment.of(experiment, Run(run.path.with_name(run_name))).to_values()
+                ),
             }
         )
         (reply,) = grid.send_and_receive([Message(content, 3, "train")])

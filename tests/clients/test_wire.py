@@ -9,9 +9,9 @@ from flwr.common.serde import recorddict_to_proto
 
 from fedleak import models
 from fedleak.config.loading import parse
+from fedleak.federation.assignment import Assignment
 from fedleak.flower.client.app import app as client_app
 from fedleak.flower.inline import InlineGrid
-from fedleak.flower.server.assignments import assignment
 from fedleak.models import loading
 from fedleak.models.parameter_selection import matching
 from fedleak.running import preparation
@@ -51,7 +51,7 @@ def reply_of(tmp_path, bert_tiny):
             {
                 "arrays": ArrayRecord(model.parameters()),
                 "config": ConfigRecord({"round": round}),
-                "assignment": assignment(experiment, run),
+                "assignment": ConfigRecord(Assignment.of(experiment, run).to_values()),
             }
         )
         node = list(grid.get_node_ids())[client]

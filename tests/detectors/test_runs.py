@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from means import mean_update
 from rich.console import Console
 
 from fedleak.audit import gaps, scoring
@@ -24,11 +25,11 @@ from fedleak.report.html.run_page import run_page
 from fedleak.report.terminal.run import print_run
 from fedleak.running import preparation
 from fedleak.running.dispatch.dispatcher import attack_captures
-from fedleak.running.tracking.tracked import _alarms
+from fedleak.running.tracking import _alarms
 from fedleak.store.memory import Memory
 from fedleak.store.records import DETECTIONS, LEDGER
 from fedleak.store.run import EVERYONE, Key, Run
-from fedleak.training.aggregation import WeightedSum, aggregate, mean_update
+from fedleak.training.aggregation import WeightedSum, aggregate
 from fedleak.util.errors import ConfigError, FedleakError
 
 CLIENTS = 4

@@ -182,20 +182,16 @@ def test_a_new_classifier_and_a_tied_head_may_be_missing(tmp_path, caplog):
     shutil.copytree(builtin.folder("bert-tiny"), tmp_path / "bert")
     BertForMaskedLM.from_pretrained(tmp_path / "bert").save_pretrained(tmp_path / "bert")
     with caplog.at_level("INFO", logger="fedleak.models"):
-        loading.check_weights(
-            ModelSpec(name=str(tmp_path / "bert"), task=CLASSIFICATION, num_labels=2)
-        )
+        loading.check_weights(str(tmp_path / "bert"), CLASSIFICATION, 2)
     assert "bert.pooler.dense.weight, classifier.bias, classifier.weight" in caplog.text
     shutil.copytree(builtin.folder("gpt2-tiny"), tmp_path / "gpt2")
     change_weights(tmp_path / "gpt2", lambda weights: weights.pop("lm_head.weight", None))
-    loading.check_weights(ModelSpec(name=str(tmp_path / "gpt2"), task=CAUSAL_LM, num_labels=2))
+    loading.check_weights(str(tmp_path / "gpt2"), CAUSAL_LM, 2)
 
 
 def test_weights_are_read_once_for_all_cells_of_a_sweep(monkeypatch):
     loads = []
     monkeypatch.setattr(loading, "load", lambda spec: loads.append(spec.name))
-    for seed in range(3):
-        loading.check_weights(
-            ModelSpec(name="builtin/another", task=CLASSIFICATION, num_labels=2, seed=seed)
-        )
+    for _ in range(3):
+        loading.check_weights("builtin/another", CLASSIFICATION, 2)
     assert loads == ["builtin/another"]

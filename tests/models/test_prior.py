@@ -424,7 +424,7 @@ def test_the_seed_decides_and_the_callers_random_numbers_stay(here, bert_tiny):
     def weights(seed: int) -> dict[str, Tensor]:
         plan = plan_of(seed=seed, steps=3)
         corpus = training.read_sentences(here / "notes.txt", "builtin/bert-tiny", plan)
-        return training.train(corpus, plan, CPU).prior.module.state_dict()
+        return training.train(corpus, plan, CPU)[0].module.state_dict()
 
     torch.manual_seed(5)
     expected = torch.rand(3)
@@ -453,8 +453,7 @@ def test_each_step_has_its_learning_rate(here, monkeypatch):
     monkeypatch.setattr(training, "rate_at", lambda step, steps: float(step == 0))
     corpus = training.read_sentences(here / "notes.txt", "builtin/bert-tiny", plan_of())
     one_step, four_steps = (
-        training.train(corpus, plan_of(steps=steps), CPU).prior.module.state_dict()
-        for steps in (1, 4)
+        training.train(corpus, plan_of(steps=steps), CPU)[0].module.state_dict() for steps in (1, 4)
     )
     assert all(torch.equal(one_step[name], four_steps[name]) for name in one_step)
 

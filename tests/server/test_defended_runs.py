@@ -24,13 +24,13 @@ from fedleak.audit import central_baseline, defense_checks, grants, scoring, vau
 from fedleak.audit.metrics.utility import evaluate
 from fedleak.config.loading import parse
 from fedleak.defenses import TrustedAggregator
+from fedleak.federation.assignment import Assignment
 from fedleak.federation.protection import protection
 from fedleak.federation.schedule import clients_of_round, expected_captures
 from fedleak.federation.workload import read_data
 from fedleak.flower.client.app import app as client_app
 from fedleak.flower.engines import train
 from fedleak.flower.inline import InlineGrid
-from fedleak.flower.server.assignments import assignment
 from fedleak.flower.server.strategy import CuriousServer
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, loading
 from fedleak.report.tables.leakage import leakage_table, shares
@@ -379,7 +379,7 @@ def test_a_note_of_private_steps_changes_no_byte_of_the_reply(tmp_path, algorith
                 {
                     "arrays": weights,
                     "config": ConfigRecord({"round": 1}),
-                    "assignment": assignment(experiment, run),
+                    "assignment": ConfigRecord(Assignment.of(experiment, run).to_values()),
                 }
             ),
             message_type="train",

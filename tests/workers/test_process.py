@@ -4,6 +4,7 @@ import io
 import json
 import math
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -32,7 +33,7 @@ from fedleak.running import preparation
 from fedleak.running.dispatch import dispatcher
 from fedleak.running.dispatch.progress import RunProgress, UnderWay
 from fedleak.running.workers import process as workers
-from fedleak.running.workers.process import Job, noting, work_together
+from fedleak.running.workers.process import Job, telling, work_together
 from fedleak.store.lines import Lines
 from fedleak.store.run import Key, Run
 from fedleak.training.observation import Knowledge
@@ -258,11 +259,10 @@ def wait(worker, watch=lambda: None):
     raise AssertionError("no result")
 
 
-def test_a_worker_says_how_far_it_is_and_is_ended_when_its_time_is_up(run, patient, tmp_path):
+def test_a_worker_says_how_far_it_is_and_is_ended_when_its_time_is_up(run, patient):
     slow = patient(at_once=3, steps=14, pause=0.2)
     jobs = [job_of(run, slow, client) for client in (1, 0, 4)]
     with workers.workers(["cpu"], time_limit=60) as (worker,):
-        folder = worker._notes
         seen = []
         worker.submit(jobs)
         answers = wait(worker, lambda: seen.append(worker.progress()))
@@ -283,8 +283,6 @@ def test_a_worker_says_how_far_it_is_and_is_ended_when_its_time_is_up(run, patie
         assert str(error) == "took longer than workers.time_limit = 0.1 s"
         assert not process.is_running()
         assert worker.free
-        assert folder.is_dir()
-    assert not folder.exists()
 
 
 class Waiting(workers.Worker):
@@ -326,7 +324,7 @@ def test_a_try_has_its_time_for_each_capture(monkeypatch, captures, seconds, wor
 class DyingPool:
     """A pool whose process dies as soon as it is there."""
 
-    def __init__(self, **_):
+    def __init__(self, *_, **__):
         self.died = False
 
     def submit(self, *_):
@@ -349,24 +347,22 @@ def test_a_process_that_dies_at_once_fails_each_try(monkeypatch):
             assert worker.free
 
 
-def test_notes_are_few_and_never_in_the_way(tmp_path, monkeypatch):
-    def note(path, count):
-        report = noting(path)
+def test_the_progress_is_told_now_and_then(monkeypatch):
+    def told(count):
+        sent = []
+        report = telling(lambda progress: sent.append(pickle.dumps(progress)))
         for step in range(count):
             report(step % 2, Progress(step, count, math.nan, "\udc80 text"))
+        return [pickle.loads(progress) for progress in sent]
 
     monkeypatch.setattr(workers, "NOTE_SECONDS", 1000)
-    note(tmp_path / "few.json", 1000)
-    ((client, step, *_),) = json.loads((tmp_path / "few.json").read_text())
-    assert (client, step) == (0, 0)
+    ((client, progress),) = [*told(1000)[0].items()]
+    assert (client, progress.step) == (0, 0)
     monkeypatch.setattr(workers, "NOTE_SECONDS", 0)
-    note(tmp_path / "all.json", 1000)
-    assert [line[:2] for line in json.loads((tmp_path / "all.json").read_text())] == [
-        [0, 998],
-        [1, 999],
-    ]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["all.json", "few.json"]
-    note(tmp_path / "no folder" / "note.json", 3)
+    assert {client: progress.step for client, progress in told(1000)[-1].items()} == {
+        0: 998,
+        1: 999,
+    }
 
 
 def test_a_worker_that_is_still_starting_can_be_stopped(run, patient, workers_of):
@@ -399,31 +395,23 @@ def test_ctrl_c_waits_for_the_thread_that_hands_out_captures(run, monkeypatch, t
 
 
 ORPHAN = """
-import os, signal, time
+import time
 from fedleak.running.workers.process import workers
 if __name__ == "__main__":
     with workers(["cpu"], 60) as (worker,):
-        worker._pid.result()
-        print("started", flush=True)
+        print(worker._pid.result(), flush=True)
         time.sleep(60)
 """
 
 
 @pytest.mark.slow
-def test_notes_do_not_outlive_a_killed_command(tmp_path):
+def test_a_worker_does_not_outlive_a_killed_command(tmp_path):
     (tmp_path / "orphan.py").write_text(ORPHAN)
-    notes = tmp_path / "notes"
-    notes.mkdir()
-    variables = os.environ | {"TMPDIR": str(notes)}
     command = [sys.executable, str(tmp_path / "orphan.py")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=variables) as process:
-        assert process.stdout.readline() == b"started\n"
-        assert list(notes.glob("fedleak-*"))
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        worker = psutil.Process(int(process.stdout.readline()))
         process.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + 20
-    while list(notes.glob("fedleak-*")) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not list(notes.glob("fedleak-*"))
+    assert not psutil.wait_procs([worker], timeout=20)[1]
 
 
 UNTIDY = """

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid, ServerApp
 
 from fedleak import models
@@ -15,10 +15,10 @@ from fedleak.audit import scoring
 from fedleak.audit.gaps import refuse_gaps
 from fedleak.audit.metrics.utility import evaluate
 from fedleak.config.experiment import Experiment
+from fedleak.federation.assignment import Assignment
 from fedleak.federation.lookup import captures_of, client_sizes, of_app
 from fedleak.federation.protection import protection, protocol_of
 from fedleak.flower.arrays import to_record
-from fedleak.flower.server.assignments import assignment
 from fedleak.flower.server.capturing_grid import AT_ONCE, CapturingGrid
 from fedleak.flower.server.replies import RefusedError, claimed_client, client_error
 from fedleak.flower.server.secure_aggregation import SummingServer
@@ -67,12 +67,11 @@ def main(grid: Grid, context: Context) -> None:
         return
     run = preparation.prepare(experiment, run.path)
     with run.lock():
-        if not config["attack"]:
-            with pipeline.noting_status(run):
-                federate(grid, experiment, run, find_nodes(grid, experiment, run, wait), wait)
-            return
         with pipeline.noting_status(run):
             nodes = find_nodes(grid, experiment, run, wait)
+            if not config["attack"]:
+                federate(grid, experiment, run, nodes, wait)
+                return
         with pipeline.under_way(run, experiment) as stop:
             federate(grid, experiment, run, nodes, wait, stop, attacked=True)
         print_run(run, scoring.score_run(run))
@@ -174,13 +173,10 @@ def find_nodes(grid: Grid, experiment: Experiment, run: Run, wait: Patience) -> 
             f"{wait.nodes:.0f} s: start the other SuperNodes, or a simulation with "
             f"--federation-config 'num-supernodes={wanted}'; the same command again goes on"
         )
+    record = ConfigRecord(Assignment.of(experiment, run).to_values())
     questions = [
-        Message(
-            RecordDict({"assignment": assignment(experiment, run)}),
-            message_type="query.identity",
-            dst_node_id=n,
-        )
-        for n in nodes
+        Message(RecordDict({"assignment": record}), message_type="query.identity", dst_node_id=node)
+        for node in nodes
     ]
     node_of_client: dict[int, int] = {}
     sizes: dict[int, int] = {}

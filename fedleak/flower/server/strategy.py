@@ -14,6 +14,7 @@ from fedleak.config.sent_parameters import sent_by
 from fedleak.config.stored_parameters import stored_parameters
 from fedleak.defenses import Noises, TrustedAggregator
 from fedleak.detectors import REFUSED
+from fedleak.federation.assignment import Assignment
 from fedleak.federation.canaries import differences_of_sum
 from fedleak.federation.lookup import (
     absent,
@@ -25,7 +26,6 @@ from fedleak.federation.lookup import (
 from fedleak.federation.protection import aggregator_of
 from fedleak.federation.schedule import clients_of_round, key_of_sum, rounds_attacked, target
 from fedleak.flower.arrays import to_array, to_record
-from fedleak.flower.server.assignments import assignment
 from fedleak.flower.server.replies import RefusedError, client_error, take_update
 from fedleak.flower.server.round_sum import Beside, RoundSum
 from fedleak.models import CLASSIFICATION, LanguageModel
@@ -77,7 +77,7 @@ class CuriousServer(Strategy):
         self._experiment, self._run, self._model = experiment, run, model
         self._nodes, self._offset = nodes, first_round - 1
         self._round = first_round
-        self._assignment = assignment(experiment, run)
+        self._assignment = ConfigRecord(Assignment.of(experiment, run).to_values())
         self._waiting_for: dict[int, int] = {}  # the client of each node that has not answered
         self._problems: list[str] = []
         self._aggregator = aggregator_of(experiment)

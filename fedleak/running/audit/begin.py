@@ -1,4 +1,4 @@
-"""Opens the run of an audit, or goes on with an audit that was stopped."""
+"""Opens the run of an audit, or goes on with one that was stopped, and ends it with its page."""
 
 import os
 import shutil
@@ -10,13 +10,17 @@ from fedleak.audit import defense_checks, positive_control
 from fedleak.audit.answer_scores import Scored
 from fedleak.audit.answered import answered
 from fedleak.audit.defense_checks import Finding
+from fedleak.audit.gate.judge import chosen, judge
 from fedleak.audit.vault import text_count
 from fedleak.config.experiment import Experiment
-from fedleak.config.loading import parse
+from fedleak.config.loading import changed
 from fedleak.config.tables import WorkersTable
 from fedleak.federation.lookup import captures_of, run_folder, stored
 from fedleak.federation.workload import outline
-from fedleak.running import pipeline, preparation
+from fedleak.report.html.page import Verdict
+from fedleak.report.html.render import render
+from fedleak.report.html.run_page import run_page
+from fedleak.running import pipeline, preparation, reports
 from fedleak.running.audit.plan import (
     FEWEST_SECONDS,
     MOST_SECONDS,
@@ -34,9 +38,11 @@ from fedleak.running.dispatch.dispatcher import Crew
 from fedleak.running.dispatch.progress import RunProgress
 from fedleak.running.pipeline import Engine
 from fedleak.running.workers.process import Worker, devices
-from fedleak.store.audits import AUDIT, REHEARSAL, Audit, AuditPart, Rehearsal, Timings
+from fedleak.store.audits import AUDIT, REHEARSAL, Audit, AuditPage, AuditPart, Rehearsal, Timings
+from fedleak.store.files import replace
 from fedleak.store.run import Run
 from fedleak.store.shards import read_answers
+from fedleak.store.summaries import SUMMARY
 from fedleak.util.errors import ConfigError
 from fedleak.util.nested import digest
 
@@ -76,6 +82,38 @@ class Opened:
             run, experiment, train, crew, control=control, findings=self.findings
         )
 
+    def finish(self, scored: Sequence[Scored]) -> tuple[Audit, Verdict]:
+        """Checks the gate, and writes report.html and audit.json.
+
+        Args:
+            scored: What was read.
+
+        Returns:
+            The audit with its results, and the verdict of the page.
+
+        Raises:
+            FedleakError: A file is damaged, or cannot be written.
+        """
+        run, limits, audit = self.run, self.experiment.gate, self.audit
+        checks = judge(run, limits).checks if chosen(limits) else ()
+        took = audit.seconds
+        if took is None and not audit.interrupted:
+            took = now() - self.time.begun
+        cut = self.time.is_up() and bool(run.read_document(SUMMARY).missing)
+        audit = audit.model_copy(update={"seconds": took, "cut": cut, "checks": tuple(checks)})
+        with run.lock():
+            run.write(AUDIT, audit)
+            page = run_page(run, scored)
+            replace(run.path / reports.NAME, render(page))
+            summed_up = AuditPage(
+                level=str(page.verdict.level),
+                headline=page.verdict.headline,
+                paragraphs={entry.word: entry.value for entry in page.verdict.paragraphs},
+            )
+            audit = audit.model_copy(update={"page": summed_up})
+            run.write(AUDIT, audit)
+        return audit, page.verdict
+
 
 def workers_for(experiment: Experiment) -> WorkersTable:
     """Returns where attacks run: where the file says, else one for each two cores or each GPU."""
@@ -113,12 +151,12 @@ def open_experiment(
         FedleakError: A defense does not do what it says.
     """
     preparation.refuse_data_on_nodes(experiment)
-    named = parse(experiment.model_dump(mode="json") | {"name": experiment.name + ENDING})
+    named = changed(experiment, {"name": experiment.name + ENDING})
     run, source = Run(run_folder(named.name)), mark(named)
     if run.exists() and not fresh:
         audit = _planned_before(run, source, time)
-        table = named.model_dump(mode="json", include={"gate", "workers"})
-        planned = parse(stored(run).model_dump(mode="json") | table)
+        own = named.model_dump(mode="json", include={"gate", "workers"})
+        planned = changed(stored(run), own)
         run = preparation.prepare(planned, run.path)
         return Opened(run, planned, audit, time)
     whole, left_out = to_audit(named, outline(named, preparation.plan(named).num_labels))
@@ -185,7 +223,7 @@ def open_run(
         raise ConfigError(f"{str(run.path)!r} is not finished: the command that began it goes on")
     if (run.path / AUDIT.name).exists():
         audit = _planned_before(run, source, time)
-        whole = parse(experiment.model_dump(mode="json") | {"attack": [*audit.attack]})
+        whole = changed(experiment, {"attack": [*audit.attack]})
         return Opened(run, whole, audit, time, trains=False)
     model = outline(experiment, run.info()["num_labels"])
     keys = captures_of(run, experiment)
@@ -203,7 +241,7 @@ def open_run(
     # Attacks that the run lists may have answered already; they keep their time.
     own = len(experiment.attack)
     attack = [*experiment.attack, *timed(whole.attack[own:], seconds)]
-    whole = parse(whole.model_dump(mode="json") | {"attack": attack})
+    whole = changed(whole, {"attack": attack})
     preparation.prepare_attacks(run, whole)
     tell("attacking one update, which tells how long the rest takes")
     parts, timings = _first_update(run, whole, on, report, time.begun)

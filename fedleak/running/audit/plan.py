@@ -14,7 +14,7 @@ from fedleak.audit.positive_control import COPIES, is_undefended
 from fedleak.config import checks
 from fedleak.config.components import listed_as
 from fedleak.config.experiment import Experiment
-from fedleak.config.loading import parse
+from fedleak.config.loading import changed
 from fedleak.federation.schedule import expected_captures
 from fedleak.models import LanguageModel
 from fedleak.report.words import counted, listed
@@ -155,13 +155,13 @@ def to_audit(
         if name == "canaries":
             tables = {"canary": {}}
         try:
-            changed = parse(experiment.model_dump(mode="json") | tables)
-            checks.check_attacks(changed, model)
-            checks.check_canaries(changed, model)
+            more = changed(experiment, tables)
+            checks.check_attacks(more, model)
+            checks.check_canaries(more, model)
         except ConfigError as error:
             left_out.append(f"{name}: {error}")
         else:
-            experiment = changed
+            experiment = more
     return experiment, left_out
 
 
@@ -311,18 +311,16 @@ def with_threat(
     experiment: Experiment, rounds: Sequence[int] | None, clients: Sequence[int] | None
 ) -> Experiment:
     """Returns an experiment in which these rounds and clients are attacked; None: all."""
-    table = experiment.model_dump(mode="json")
-    table["threat"] |= {
-        "rounds": None if rounds is None else sorted({*rounds}),
-        "clients": None if clients is None else sorted(clients),
+    threat = {
+        "threat.rounds": None if rounds is None else sorted({*rounds}),
+        "threat.clients": None if clients is None else sorted(clients),
     }
-    return parse(table)
+    return changed(experiment, threat)
 
 
 def with_time(experiment: Experiment, seconds: float) -> Experiment:
     """Returns an experiment whose attacks have so much time, unless its file gives them one."""
-    table = experiment.model_dump(mode="json")
-    return parse(table | {"attack": timed(experiment.attack, seconds)})
+    return changed(experiment, {"attack": timed(experiment.attack, seconds)})
 
 
 def _fitted(experiment: Experiment, costs: Costs, room: float) -> tuple[Experiment, float] | None:

@@ -11,7 +11,7 @@ from fedleak.attacks.clock import now
 from fedleak.audit.positive_control import control_of, is_undefended
 from fedleak.config.components import build_attack
 from fedleak.config.experiment import Experiment
-from fedleak.config.loading import parse
+from fedleak.config.loading import changed
 from fedleak.running import pipeline
 from fedleak.running.dispatch.dispatcher import Crew
 from fedleak.running.pipeline import Engine
@@ -74,17 +74,15 @@ def in_small(experiment: Experiment) -> Experiment:
     A sum needs all of its clients. The last round is attacked and not the first, because the first
     gradients of adapters are not like the others.
     """
-    table = experiment.model_dump(mode="json")
     rounds = min(ROUNDS, experiment.federation.rounds)
-    table["federation"] |= {"rounds": rounds, "engine": "inline"}
+    changes: dict[str, Any] = {"federation.rounds": rounds, "federation.engine": "inline"}
     if experiment.aggregator is None:
-        table["federation"]["clients_per_round"] = 1
-    table["threat"] |= {"rounds": [rounds], "clients": None}
-    table |= {"gate": {}, "utility": {"rounds": [0]}, "audit": {}}
+        changes["federation.clients_per_round"] = 1
     if experiment.server_built.malicious:
-        table["server"] |= {"rounds": [rounds]}
-    table["attack"] = timed(experiment.attack, SECONDS, at_most=True)
-    return parse(table)
+        changes["server.rounds"] = [rounds]
+    changes |= {"threat.rounds": [rounds], "threat.clients": None, "utility": {"rounds": [0]}}
+    attack = timed(experiment.attack, SECONDS, at_most=True)
+    return changed(experiment, changes | {"gate": {}, "audit": {}, "attack": attack})
 
 
 def timed(

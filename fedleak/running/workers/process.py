@@ -8,8 +8,6 @@ here, and so is whether it changed the model, because the next attack uses the s
 
 import dataclasses
 import importlib
-import itertools
-import json
 import math
 import multiprocessing
 import os
@@ -22,8 +20,8 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from multiprocessing.connection import Connection
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 import psutil
@@ -47,12 +45,12 @@ from fedleak.util.rng import stream
 T = TypeVar("T")
 
 NOTE_SECONDS = 1.0
-"""The shortest time between two notes of a worker on the progress of its attack."""
+"""The shortest time between two words of a worker on the progress of its attack."""
 
 LONGEST_TRACE = 10_000
 """Characters of a traceback that are kept."""
 
-_numbers = itertools.count()
+_telling_end: Connection | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,12 +208,14 @@ class LocalWorker(Worker):
     """A process on one device, with one try at a time.
 
     It has a pool to itself: if the process is killed, at whatever moment, nothing breaks that other
-    workers wait for, and the next try gets a new process. For the same reason the progress of a try
-    is kept in a file of its own.
+    workers wait for, and the next try gets a new process. For the same reason the process tells how
+    far it is through a pipe of its own.
     """
 
-    def __init__(self, device: str, time_limit: float, notes: Path) -> None:
-        self._device, self._notes = device, notes
+    _progress: dict[int, Progress]
+
+    def __init__(self, device: str, time_limit: float) -> None:
+        self._device = device
         super().__init__(time_limit)
 
     @property
@@ -227,28 +227,26 @@ class LocalWorker(Worker):
         """Takes jobs of one attack and round."""
         self.jobs = tuple(jobs)
         self._deadline = math.inf
-        # A new name for each: a process that is being killed cannot write into another's note.
-        self._note = self._notes / f"{next(_numbers)}.json"
         try:
-            self.answer = self._pool.submit(_work_and_note, self.jobs, self._device, self._note)
+            self.answer = self._pool.submit(_work_and_tell, self.jobs, self._device)
         except BrokenProcessPool:  # killed while it had nothing to do
             self._restart()
-            self.answer = self._asked(_work_and_note, self.jobs, self._device, self._note)
+            self.answer = self._asked(_work_and_tell, self.jobs, self._device)
 
     def result(self) -> list[Answer] | BaseException | None:
         """Returns an answer per job, or why there is none; None while it works."""
         if self._deadline == math.inf and self._ready.done():
             # Counted from here, so that importing torch takes no time of an attack.
             self._limit_time()
+        self.progress()  # whoever looks at no progress leaves room in the pipe, too
         return super().result()
 
     def progress(self) -> dict[int, Progress]:
         """Returns how far its attack is with each client, as far as the attack has said."""
-        try:
-            noted = json.loads(self._note.read_text())
-        except FileNotFoundError:
-            return {}
-        return {client: Progress(*rest) for client, *rest in noted}
+        with suppress(EOFError, OSError):  # its process was killed, maybe in the middle of a word
+            while self._told.poll():
+                self._progress = self._told.recv()
+        return self._progress
 
     def stop(self) -> None:
         """Ends the process, whatever it is doing."""
@@ -261,20 +259,19 @@ class LocalWorker(Worker):
 
     def _finish(self) -> None:
         super()._finish()
-        self._note.unlink(missing_ok=True)
+        self.progress()
+        self._progress = {}
 
     def _start(self) -> None:
-        self._pool = ProcessPoolExecutor(
-            max_workers=1,
-            mp_context=multiprocessing.get_context("spawn"),
-            # The notes hold what was read of private texts.
-            initializer=end_with_parent,
-            initargs=(self._notes,),
-        )
+        context = multiprocessing.get_context("spawn")
+        self._told, telling_end = context.Pipe(duplex=False)
+        self._progress = {}
+        self._pool = ProcessPoolExecutor(1, context, initializer=_begin, initargs=(telling_end,))
         # Asked before anything slow is imported there, so that it can be ended at any time: a pool
         # that is only told to shut down first completes the attack, and Python waits for that.
         with holding_ctrl_c():  # the process starts here
             self._pid = self._pool.submit(os.getpid)
+        telling_end.close()  # the other copy is the process's, and is closed by its end
         self._ready = self._asked(prepare, self._device)
 
     def _asked(self, call: Callable[..., T], *arguments: object) -> Future[T]:
@@ -291,14 +288,12 @@ class LocalWorker(Worker):
 def workers(on: Sequence[str], time_limit: float) -> Iterator[list[LocalWorker]]:
     """Starts a worker per device, and ends them."""
     start_tracker()
-    # A killed process may still be writing its last note.
-    with TemporaryDirectory(prefix="fedleak-", ignore_cleanup_errors=True) as notes:
-        started = [LocalWorker(device, time_limit, Path(notes)) for device in on]
-        try:
-            yield started
-        finally:
-            for worker in started:
-                worker.stop()
+    started = [LocalWorker(device, time_limit) for device in on]
+    try:
+        yield started
+    finally:
+        for worker in started:
+            worker.stop()
 
 
 def wait_for_any(on: Sequence[Worker], seconds: float) -> None:
@@ -393,29 +388,31 @@ def _call(
     )
 
 
-def _work_and_note(jobs: Sequence[Job], device: str, note: Path) -> list[Answer]:
-    """Runs one attack, and notes the progress where the parent looks for it."""
-    return work_together(jobs, device, noting(note))
+def _begin(telling_end: Connection) -> None:
+    """Begins a worker process, which tells its parent through this end of a pipe how far it is."""
+    global _telling_end
+    _telling_end = telling_end
+    end_with_parent()
 
 
-def noting(path: Path) -> OnProgress:
-    """Returns a callback that writes the progress to a file, at most once in `NOTE_SECONDS`."""
+def _work_and_tell(jobs: Sequence[Job], device: str) -> list[Answer]:
+    """Runs one attack, and tells the parent of the progress."""
+    assert _telling_end is not None
+    return work_together(jobs, device, telling(_telling_end.send))
+
+
+def telling(send: Callable[[dict[int, Progress]], None]) -> OnProgress:
+    """Returns a callback that sends the progress by client, at most once in `NOTE_SECONDS`."""
     latest: dict[int, Progress] = {}
-    written = -math.inf
+    sent = -math.inf
 
     def report(client: int, progress: Progress) -> None:
-        nonlocal written
+        nonlocal sent
         latest[client] = progress
         now = time.monotonic()
-        if now - written < NOTE_SECONDS:
-            return
-        written = now
-        temporary = path.with_suffix(".new")
-        with suppress(OSError):  # a full disk is no reason to lose the attack
-            temporary.write_text(
-                json.dumps([(number, *latest[number]) for number in sorted(latest)])
-            )
-            temporary.replace(path)
+        if now - sent >= NOTE_SECONDS:
+            sent = now
+            send(latest)
 
     return report
 

@@ -109,8 +109,13 @@ class Batch:
 
     def loss(self, r, x_BTD):
         """What the client trains on, at any word embeddings."""
-        ids_BT, mask_BT = self.ids_RBT[r], self.mask_RBT[r]
-        return batch_loss(self.model, ids_BT, mask_BT, self.labels_RB[r], embeds_BTD=x_BTD)
+        family = self.model.family
+
+        def logits(module, mask_BT, **_):
+            return family.logits(module, mask_BT, ids_BT=None, embeds_BTD=x_BTD)
+
+        at_x = replace(self.model, family=types.SimpleNamespace(logits=logits))
+        return batch_loss(at_x, self.ids_RBT[r], self.mask_RBT[r], self.labels_RB[r])
 
     def naive(self, names, r, x_BTD, graph=False):
         """The gradients that autograd forms."""

@@ -1,23 +1,37 @@
-"""What a tracker receives of a run: settings and figures, and no text of a client.
+"""A scored run in the trackers of others: MLflow, with its report, and TensorBoard.
 
-Sentences of attacks are left out too, as they may quote a private text.
+A tracker receives settings and figures, and no text of a client. Sentences of attacks are left out
+too, as they may quote a private text.
 """
 
 import json
+import os
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from fedleak.audit.pairing import FIGURES, best
 from fedleak.federation.lookup import stored
-from fedleak.store.records import LEAKAGE, LEDGER, UTILITY, LeakageRow, LedgerRow
+from fedleak.running import reports
+from fedleak.running.export import scored_rows
+from fedleak.store.records import LEDGER, UTILITY, LeakageRow, LedgerRow
 from fedleak.store.run import Run
 from fedleak.store.summaries import SUMMARY, AttackSummary, Estimate, RunSummary, WorstCase
 from fedleak.training.privacy import NONE
-from fedleak.util.errors import FedleakError
+from fedleak.util.errors import ConfigError, FedleakError
 from fedleak.util.lists import grouped
 from fedleak.util.nested import flat
+
+EXPERIMENT = "fedleak"
+"""The experiment of MLflow that runs belong to, unless MLFLOW_EXPERIMENT_NAME names another."""
+
+PLACE = "tensorboard"
+"""The folder of all runs for TensorBoard, if none is named."""
 
 LONGEST_NAME, LONGEST_VALUE = 250, 6_000
 """The most characters that MLflow takes in a name and in the value of a parameter."""
@@ -55,6 +69,116 @@ class Tracked:
     tags: Mapping[str, str]
 
 
+def export_to_mlflow(run: Run, place: str | None, *, texts: bool = False) -> str:
+    """Writes a scored run to MLflow: settings, figures by round, and the report as an artifact.
+
+    Each call makes a new run of MLflow.
+
+    Args:
+        run: A run that was scored.
+        place: A tracking server, database or folder; None: the one that MLflow is set to; without
+            such a setting the export is refused.
+        texts: The report with private texts, in place of the one without.
+
+    Returns:
+        The id of MLflow's run.
+
+    Raises:
+        ConfigError: MLflow is not installed or needs a place, or this is no run directory.
+        FedleakError: The run cannot be read, or MLflow does not take it.
+    """
+    # Otherwise MLflow reports each call to its makers.
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    if place is not None and urlsplit(place).scheme in ("", "file"):
+        # MLflow keeps folders as they are and wants to be told that they are meant.
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+    try:
+        from mlflow import is_tracking_uri_set
+        from mlflow.exceptions import MlflowException
+        from mlflow.tracking import MlflowClient
+    except ImportError as error:
+        raise ConfigError(
+            "MLflow is not installed: pip install 'fedleak[mlflow]', or write a csv file"
+        ) from error
+    if place is None and not is_tracking_uri_set():
+        raise ConfigError(
+            "MLflow is not set to any place and would write to the current folder: name one, such "
+            "as --to mlflow:mlruns, or set MLFLOW_TRACKING_URI"
+        )
+    tracked_run = tracked(run)
+    with TemporaryDirectory(prefix="fedleak-") as folder:
+        report = Path(folder) / (reports.NAME if texts else reports.REDACTED)
+        reports.report_run(run, report, redact=not texts)
+        try:
+            return _log(MlflowClient(tracking_uri=place), tracked_run, report)
+        except (MlflowException, OSError) as error:
+            reason = str(error).partition("\n")[0]
+            raise FedleakError(f"MLflow does not take the run: {reason}") from error
+
+
+def _log(client: Any, tracked_run: Tracked, report: Path) -> str:
+    """Makes MLflow's run; one that could not be completed is marked as failed."""
+    from mlflow import entities
+
+    name = os.environ.get("MLFLOW_EXPERIMENT_NAME", EXPERIMENT)
+    known = client.get_experiment_by_name(name)
+    experiment = client.create_experiment(name) if known is None else known.experiment_id
+    made = client.create_run(experiment, run_name=tracked_run.name, tags=dict(tracked_run.tags))
+    run_id: str = made.info.run_id
+    now = int(1000 * time.time())
+    try:
+        parameters = [entities.Param(*parameter) for parameter in tracked_run.parameters.items()]
+        metrics = [
+            entities.Metric(row.name, row.value, now, row.round) for row in tracked_run.metrics
+        ]
+        client.log_batch(run_id, metrics, parameters)  # in as many requests as it takes
+        client.log_artifact(run_id, str(report))
+    except BaseException:
+        client.set_terminated(run_id, "FAILED")
+        raise
+    client.set_terminated(run_id)
+    return run_id
+
+
+def export_to_tensorboard(run: Run, place: str | None) -> Path:
+    """Writes the figures of a scored run by round, and its settings as a text.
+
+    Args:
+        run: A run that was scored.
+        place: The folder of all runs; None: `tensorboard` in the current one.
+
+    Returns:
+        The folder of this run, inside.
+
+    Raises:
+        ConfigError: TensorBoard is not installed, this is no run directory, or the run is there
+            already.
+        FedleakError: The run cannot be read, or the folder cannot be written.
+    """
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ConfigError(
+            "TensorBoard is not installed: pip install 'fedleak[tensorboard]', or write a csv file"
+        ) from error
+    tracked_run = tracked(run)
+    folder = Path(place or PLACE) / tracked_run.name
+    if folder.exists():
+        # TensorBoard would draw the points of both.
+        raise ConfigError(f"{str(folder)!r} exists: delete it, or name another folder")
+    settings = {**tracked_run.parameters, **tracked_run.tags}
+    try:
+        with SummaryWriter(str(folder)) as writer:
+            for metric in tracked_run.metrics:
+                writer.add_scalar(metric.name, metric.value, metric.round)
+            # Four spaces make it code, which is shown as it is.
+            lines = (f"    {name} = {' '.join(value.split())}" for name, value in settings.items())
+            writer.add_text("settings", "\n".join(lines))
+    except OSError as error:
+        raise FedleakError(f"{str(folder)!r} cannot be written: {error.strerror}") from error
+    return folder
+
+
 def tracked(run: Run) -> Tracked:
     """Returns what a tracker receives of a scored run.
 
@@ -62,10 +186,8 @@ def tracked(run: Run) -> Tracked:
         ConfigError: This is no run directory.
         FedleakError: It was not scored, or a file is damaged.
     """
-    info, experiment = run.info(), stored(run)
-    summary, rows, ledger = run.read_document(SUMMARY), run.rows(LEAKAGE), run.rows(LEDGER)
-    if not rows:
-        raise FedleakError(f"{str(run.path)!r} has no rows: `fedleak score {run.path}` makes them")
+    experiment, summary = stored(run), run.read_document(SUMMARY)
+    rows, ledger = scored_rows(run), run.rows(LEDGER)
     settings = experiment.model_dump(mode="json", exclude_none=True)
     metrics = [
         *(
@@ -86,7 +208,7 @@ def tracked(run: Run) -> Tracked:
             _safe(key)[:LONGEST_NAME]: value[:LONGEST_VALUE] for key, value in _flat(settings)
         },
         metrics=metrics,
-        tags=_tags(info, summary),
+        tags=_tags(run.info(), summary),
     )
 
 

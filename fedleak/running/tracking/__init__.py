@@ -1,1 +1,0 @@
-"""A scored run in the trackers of others: MLflow and TensorBoard."""
