@@ -70,6 +70,19 @@ class AttackSetting:
             response=bool(model.response_template),
         )
 
+    @property
+    def tables(self) -> frozenset[str]:
+        """Names of the embeddings of words and of positions; positions may be rotary."""
+        both = (self.family.word_embedding, self.family.position_embedding)
+        return frozenset(name for name in both if name is not None)
+
+    def lacks(self, *needed: str) -> str | None:
+        """Returns an obstacle if parameters are not shared, or None."""
+        missing = sorted(set(needed) - self.shared)
+        if not missing:
+            return None
+        return f"needs {' and '.join(missing)}, and clients send none: see update.share"
+
 
 class Attack(Protocol):
     """What every attack has.

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from fedleak.attacks.clock import UNLIMITED, Clock
+from fedleak.attacks.reconstruction import Ids
 from fedleak.models import CLASSIFICATION, LanguageModel, batch_loss, pad, target_counts
 from fedleak.models.family import frozen_rows
 from fedleak.training.observation import Observation, UpdateKind
@@ -74,7 +75,7 @@ class Units(NamedTuple):
             one: the gradient of the loss, summed over the sequence.
     """
 
-    ids: tuple[int, ...]
+    ids: Ids
     logits_C: Tensor | None
     gradients: list[dict[str, Tensor]]
 
@@ -108,7 +109,7 @@ class Member(NamedTuple):
             whole batch tells.
     """
 
-    ids: tuple[int, ...]
+    ids: Ids
     weight: float
     counts: tuple[int, ...] | None
 
@@ -141,13 +142,13 @@ def lacks_numbers(tensors: Iterable[Tensor]) -> bool:
     return lacking > _ZEROS * total
 
 
-def close(model: LanguageModel, ids: Sequence[int]) -> tuple[int, ...]:
+def close(model: LanguageModel, ids: Sequence[int]) -> Ids:
     """Returns the sequence as the client trained on it: with its last target, if it has one."""
     end = () if model.task == CLASSIFICATION else (model.tokenizer.eos_token_id,)
     return (*ids, *end)
 
 
-def opened(model: LanguageModel, ids: Sequence[int]) -> tuple[int, ...]:
+def opened(model: LanguageModel, ids: Sequence[int]) -> Ids:
     """Returns a sequence without the last target that `close` gave it."""
     return tuple(ids[: len(ids) - len(close(model, ()))])
 
@@ -309,7 +310,7 @@ def _scales(model: LanguageModel, pulls: Sequence[Pull], batch_size: int) -> lis
 
 def explain(
     model: LanguageModel,
-    sequences: Sequence[tuple[int, ...]],
+    sequences: Sequence[Ids],
     seen: Observation,
     clock: Clock,
 ) -> list[Member]:
@@ -332,8 +333,8 @@ def explain(
 
 def _explained(
     model: LanguageModel,
-    sequences: Sequence[tuple[int, ...]],
-    begun: Sequence[tuple[int, ...]],
+    sequences: Sequence[Ids],
+    begun: Sequence[Ids],
     seen: Observation,
     clock: Clock,
 ) -> list[Member]:
@@ -345,8 +346,9 @@ def _explained(
         sequence_units += units(model, part, names)
     if len(sequence_units) < len(every):
         return []
-    columns = [_flat(gradient) for unit in sequence_units for gradient in unit.gradients]
-    system_XU, target_X = torch.stack(columns, 1), _flat({n: observed[n] for n in names})
+    columns = [flat(gradient) for unit in sequence_units for gradient in unit.gradients]
+    system_XU = torch.stack(columns, 1).double()
+    target_X = flat({name: observed[name] for name in names}).double()
     # A mask, or pruning, may have made a zero of any number.
     system_XU, target_X = system_XU[target_X != 0], target_X[target_X != 0]
     if len(columns) > len(target_X):
@@ -376,7 +378,7 @@ def is_run(model: LanguageModel, ids: Sequence[int]) -> bool:
     return rotary and len(set(ids)) == 1 and ids[0] != model.tokenizer.bos_token_id
 
 
-def _parts(sequences: Sequence[tuple[int, ...]]) -> Iterator[Sequence[tuple[int, ...]]]:
+def _parts(sequences: Sequence[Ids]) -> Iterator[Sequence[Ids]]:
     """Yields the sequences, as many at once as their tokens allow."""
     size = max(1, min(SEQUENCES_AT_ONCE, TOKENS_AT_ONCE // max(map(len, sequences))))
     for start in range(0, len(sequences), size):
@@ -398,9 +400,9 @@ def _last_parameters(
     return names
 
 
-def _flat(gradients: Mapping[str, Tensor]) -> Tensor:
-    """Returns all gradients as one vector, float64."""
-    return torch.cat([gradient.flatten() for gradient in gradients.values()]).double()
+def flat(tensors: Mapping[str, Tensor]) -> Tensor:
+    """Returns all numbers of an update as one vector, float32 [X]."""
+    return torch.cat([value.flatten().float() for value in tensors.values()])
 
 
 def multiplicities(model: LanguageModel, members: Sequence[Member], batch_size: int) -> list[int]:
@@ -435,7 +437,7 @@ class Verdict(NamedTuple):
         scale: How many times the recomputed gradient the observed one is; 1 if nothing is verified.
     """
 
-    repeats: dict[tuple[int, ...], int]
+    repeats: dict[Ids, int]
     difference: float | None
     verified: bool
     scale: float = 1.0
@@ -472,7 +474,7 @@ def written(tensors: Iterable[Tensor]) -> list[tuple[int, int | None]]:
     return [(t.data_ptr(), None if t.is_inference() else t._version) for t in tensors]
 
 
-Texts = Mapping[tuple[int, ...], int]
+Texts = Mapping[Ids, int]
 """How often each sequence is in a batch, by its tokens."""
 
 
@@ -510,7 +512,7 @@ _proofs: Proofs[Verdict] = Proofs()
 
 def judge(
     model: LanguageModel,
-    sequences: Sequence[tuple[int, ...]],
+    sequences: Sequence[Ids],
     seen: Observation,
     clock: Clock = UNLIMITED,
 ) -> Verdict:
@@ -539,7 +541,7 @@ def _remembered(
     return verdict
 
 
-def _unlabelled(model: LanguageModel, times: Mapping[tuple[int, ...], int]) -> list[Member]:
+def _unlabelled(model: LanguageModel, times: Mapping[Ids, int]) -> list[Member]:
     """Returns the members of a next-token batch, or none if one has no target."""
     targets = target_counts(model, [close(model, ids) for ids in times])
     if not all(times) or not all(targets):
@@ -588,7 +590,7 @@ def verify(
 
 def proves(
     model: LanguageModel,
-    sequences: Sequence[tuple[int, ...]],
+    sequences: Sequence[Ids],
     seen: Observation,
     clock: Clock = UNLIMITED,
 ) -> bool:
@@ -621,7 +623,7 @@ def proves(
 
 
 def _is_batch(
-    model: LanguageModel, sequences: Sequence[tuple[int, ...]], seen: Observation, clock: Clock
+    model: LanguageModel, sequences: Sequence[Ids], seen: Observation, clock: Clock
 ) -> bool:
     times = Counter(sequences)
     if not all(times):
@@ -678,8 +680,7 @@ def nearest_words(model: LanguageModel, ids: Sequence[int]) -> tuple[Tensor, Ten
     (table_VD,) = frozen_rows(model.module, model.family.word_embedding)
     words_VD, special = table_VD[: len(model.tokenizer)].float(), sorted(model.special_ids())
     parts = []
-    for start in range(0, len(ids), _WORDS_AT_ONCE):
-        ids_M = torch.tensor(ids[start : start + _WORDS_AT_ONCE], device=table_VD.device)
+    for ids_M in torch.split(torch.tensor(ids, device=table_VD.device), _WORDS_AT_ONCE):
         apart_MV = torch.cdist(words_VD[ids_M], words_VD) / words_VD[ids_M].norm(dim=1)[:, None]
         apart_MV[:, special] = math.inf
         apart_MV[torch.arange(len(ids_M)), ids_M] = math.inf
@@ -724,7 +725,7 @@ def difference(
         seen: The update.
         clock: Looked at after some sequences.
     """
-    batch: list[tuple[tuple[int, ...], int]] = []
+    batch: list[tuple[Ids, int]] = []
     for member, times in zip(members, repeats, strict=True):
         for label, count in enumerate(member.counts or (times,)):
             batch += [(close(model, member.ids), label)] * count

@@ -5,6 +5,9 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+Ids = tuple[int, ...]
+"""Token ids of a text, without padding."""
+
 
 class Status(StrEnum):
     """How an attack ended. A failure is a status with a reason, never a score of zero."""
@@ -43,7 +46,7 @@ class Reconstruction:
     """
 
     status: Status
-    sequences: tuple[tuple[int, ...], ...] | None = None
+    sequences: tuple[Ids, ...] | None = None
     evidence: tuple[float, ...] = ()
     margins: tuple[float | None, ...] = ()
     tokens: tuple[int, ...] | None = None

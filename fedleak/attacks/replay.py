@@ -20,7 +20,7 @@ Shapes: X: all numbers of an update.
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -30,11 +30,13 @@ from torch import Tensor
 from fedleak.attacks.certificate import (
     Proofs,
     close,
+    flat,
     lacks_numbers,
     nearest_words,
     precision,
 )
 from fedleak.attacks.clock import Clock
+from fedleak.attacks.reconstruction import Ids
 from fedleak.models import CLASSIFICATION, LanguageModel, target_counts
 from fedleak.training.observation import Observation, UpdateKind
 from fedleak.training.recipe import Recipe, copied_parameters, in_weights_of
@@ -145,7 +147,7 @@ class Arrangement:
 
 def replay(
     model: LanguageModel,
-    sequences: Sequence[tuple[int, ...]],
+    sequences: Sequence[Ids],
     seen: Observation,
     seconds: float = SECONDS,
     *,
@@ -204,7 +206,7 @@ def _without(lacking_X: Tensor | None, value_X: Tensor) -> Tensor:
 
 def _judged(
     model: LanguageModel,
-    closed: Sequence[tuple[int, ...]],
+    closed: Sequence[Ids],
     seen: Observation,
     best: tuple[float, Arrangement],
     lacking_X: Tensor | None,
@@ -290,11 +292,6 @@ def steps_again(
     }
 
 
-def flat(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Returns all numbers of an update as one vector, float32 [X]."""
-    return torch.cat([value.flatten().float() for value in tensors.values()])
-
-
 def cosine(a_X: Tensor, b_X: Tensor) -> float:
     """Returns the cosine of two vectors, also where it differs from 1 by less than float32 tells.
 
@@ -369,8 +366,8 @@ def _climbed(
 
 
 def _one_token_changed(
-    model: LanguageModel, closed: Sequence[tuple[int, ...]], seen: Observation
-) -> Iterator[list[tuple[int, ...]]]:
+    model: LanguageModel, closed: Sequence[Ids], seen: Observation
+) -> Iterator[list[Ids]]:
     """Yields answers of which one word is another one: those that are the hardest to tell apart.
 
     These are the nearest words, and the nearest of those of which no row came.

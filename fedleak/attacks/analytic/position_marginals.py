@@ -43,8 +43,8 @@ from torch.nn import functional as F
 
 from fedleak.attacks import AttackSetting, Show, certificate
 from fedleak.attacks.clock import Clock
-from fedleak.attacks.reconstruction import Reconstruction, Status
-from fedleak.attacks.subspace.answer import Reader, Reading
+from fedleak.attacks.reconstruction import Ids, Reconstruction, Status
+from fedleak.attacks.subspace.answer import Reader, Reading, answer_of
 from fedleak.models import LanguageModel
 from fedleak.training.observation import Observation
 
@@ -119,7 +119,7 @@ class Solution(NamedTuple):
         rank: Dimensions that were projected out.
     """
 
-    ids: tuple[int, ...]
+    ids: Ids
     distance: float
     excess: float
     rank: int
@@ -139,19 +139,13 @@ class PositionMarginals(Reader):
 
     def obstacle(self, setting: AttackSetting) -> str | None:
         """Needs the gradients of the word embedding and of learned positions."""
-        family = setting.family
-        if family.position_embedding is None:
+        if setting.family.position_embedding is None:
             return "reads rows of positions, and the model's are rotary: choose another model.name"
-        missing = {family.word_embedding, family.position_embedding} - setting.shared
-        if missing:
-            return f"needs {' and '.join(sorted(missing))}, and clients send none: see update.share"
-        return None
+        return setting.lacks(*setting.tables)
 
     def reads(self, setting: AttackSetting) -> frozenset[str]:
         """Reads both embeddings, and the classifier, which gives the label for a proof."""
-        family = setting.family
-        names = (family.word_embedding, family.position_embedding, *family.classifier)
-        return frozenset(name for name in names if name is not None)
+        return setting.tables | {*setting.family.classifier}
 
     @torch.no_grad()
     def reading(
@@ -186,15 +180,13 @@ class PositionMarginals(Reader):
             certificate.is_linear(seen) and seen.knowledge.dropout is False and not verdict.verified
         )
         determined = best.excess < DETERMINED and not refuted
-        answer = Reconstruction(
-            status=Status.RECOVERED,
-            sequences=(best.ids,),
-            evidence=(best.excess,),
-            margins=(max(1 / best.excess - 1, 0.0) if best.excess else None,),
-            tokens=tuple(sorted(set(best.ids))),
-            diagnostics=numbers | {"determined": determined} | verdict.diagnostics(),
-            verified=verdict.verified,
-            reason=verdict.remark() if verdict.verified else _NOT_PROVED[determined],
+        answer = answer_of(
+            [best.ids],
+            [best.excess],
+            verdict,
+            margins=[max(1 / best.excess - 1, 0.0) if best.excess else None],
+            diagnostics=numbers | {"determined": determined},
+            reason=_NOT_PROVED[determined],
         )
         return Reading.of(answer, settled=determined)
 
@@ -334,12 +326,10 @@ def _batch(tables: Sequence[Marginals], texts: int, width: int) -> Reconstructio
         reason = f"only {standing} of {words} words stand at one place"
         return Reconstruction.none(Status.ABSTAINED, reason, **diagnostics)
     sequences = [tuple(group) for group in grouped(best, texts)]
-    return Reconstruction(
-        status=Status.RECOVERED,
-        sequences=tuple(sequences),
-        # Nothing tells a right group from a wrong one.
-        evidence=(1.0,) * len(sequences),
-        tokens=tuple(sorted(best.words_M.tolist())),
+    return answer_of(
+        sequences,
+        [1.0] * len(sequences),  # nothing tells a right group from a wrong one
+        tokens=sorted(best.words_M.tolist()),
         diagnostics=diagnostics,
         reason=f"nothing proved: {standing} of {words} words stand at a place, and which of them "
         "belong to one text is guessed",

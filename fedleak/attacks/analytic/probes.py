@@ -35,11 +35,8 @@ class Probes:
 
     def reads(self, setting: AttackSetting) -> frozenset[str]:
         """Reads the embeddings, the first attention layer and the classifier."""
-        family = setting.family
-        tables = {family.word_embedding, *family.classifier}
-        if family.position_embedding is not None:
-            tables.add(family.position_embedding)
-        return with_adapters(family.attention_parameters(0)) | tables
+        attention = with_adapters(setting.family.attention_parameters(0))
+        return attention | setting.tables | {*setting.family.classifier}
 
     @torch.no_grad()
     def __call__(

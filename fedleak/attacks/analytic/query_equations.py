@@ -83,26 +83,19 @@ class Equations:
 
     Attributes:
         ids_N: These words.
-        place_N: Where they stand.
         query_NHK: Their queries, over sqrt(K).
         dq_NHK: The gradients at their queries, times sqrt(K).
         do_NFHK: The gradients at their attention's output, then what a LayerNorm may add to them.
-        causal: A word attends to earlier ones only.
     """
 
     ids_N: Tensor
-    place_N: Tensor
     query_NHK: Tensor
     dq_NHK: Tensor
     do_NFHK: Tensor
-    causal: bool
 
     def of(self, number: int, candidates: Candidates) -> "Equation":
         """Returns the equations of one word, among candidates."""
         score_JH = torch.einsum("hk,jhk->jh", self.query_NHK[number], candidates.key_JHK)
-        if self.causal:
-            late_J = candidates.place_J > self.place_N[number]
-            score_JH = score_JH.masked_fill(late_J[:, None], -math.inf)
         return Equation(
             e_JH=(score_JH - score_JH.amax(0)).exp(),
             s_JFH=torch.einsum("fhk,jhk->jfh", self.do_NFHK[number], candidates.value_JHK),

@@ -49,6 +49,7 @@ from fedleak.attacks.analytic.query_equations import (
     relaxed,
 )
 from fedleak.attacks.clock import Clock
+from fedleak.attacks.reconstruction import Ids
 from fedleak.attacks.subspace.answer import (
     Judged,
     Reader,
@@ -123,10 +124,7 @@ class QueryGradients(Reader):
         return self._needed(setting) | frozenset(setting.family.classifier)
 
     def _needed(self, setting: AttackSetting) -> frozenset[str]:
-        family = setting.family
-        assert family.position_embedding is not None
-        tables = (family.word_embedding, family.position_embedding)
-        return frozenset((*tables, *family.attention_parameters(0)))
+        return setting.tables | {*setting.family.attention_parameters(0)}
 
     @torch.no_grad()
     def reading(
@@ -142,7 +140,7 @@ class QueryGradients(Reader):
         first = parts = split(model, whole, whole)
         if isinstance(first, str):
             return Reading.none(first)
-        read: dict[tuple[int, ...], Text] = {}
+        read: dict[Ids, Text] = {}
         proved: list[Text] = []
         pulls: list[certificate.Pull] = []
         tried: dict[int, list[float]] = defaultdict(list)
@@ -219,7 +217,7 @@ class Split:
         prior_J: The number of the table for each, clamped between almost 0 and 1.
         number_J: The number of a candidate among the words that occur once; -1 if it is none.
         plausible_L: The candidates that the table supports.
-        end_J: Whether a candidate ends a text: only these do; none in a causal model.
+        end_J: Whether a candidate ends a text: only these do.
         budget: Directions of words and places, and how many there is room for.
         project: (words, places) -> their keys and values.
     """
@@ -355,13 +353,10 @@ def split(
         _, key_LHK, value_LHK = block.project(table(ids_L, place_L), place_L)
         return key_LHK.double().cpu(), value_LHK.double().cpu()
 
-    possible_TM = torch.ones_like(table_TM, dtype=torch.bool)
+    begins_M, ends_M = words_M == tokenizer.cls_token_id, words_M == tokenizer.sep_token_id
+    possible_TM = torch.cat([begins_M[None], (~begins_M).expand(table_TM[1:].shape)])
     likely_TM = table_TM > torch.where(order_TM.values[0] > _CLEAR, _ONCE, _PLAUSIBLE)
-    ends_M = torch.zeros_like(words_M, dtype=torch.bool)
-    if not family.causal:
-        begins_M, ends_M = words_M == tokenizer.cls_token_id, words_M == tokenizer.sep_token_id
-        possible_TM[0], possible_TM[1:] = begins_M, ~begins_M
-        likely_TM |= ends_M
+    likely_TM |= ends_M
     best_T = table_TM.masked_fill(~possible_TM | ends_M, -math.inf).argmax(1)
     likely_TM[range(len(best_T)), best_T] = True
     number_TM = torch.full_like(possible_TM, -1, dtype=torch.long)
@@ -411,11 +406,9 @@ def _equations(model: LanguageModel, rows: Rows, once_N: Tensor, place_N: Tensor
     size = (do_NFO.shape[-1] // block.num_heads) ** 0.5
     return Equations(
         ids_N=ids_N.cpu(),
-        place_N=place_N.cpu(),
         query_NHK=projected[0].detach().double().cpu() / size,
         dq_NHK=heads(gradients[0], block.num_heads).cpu() * size,
         do_NFHK=heads(do_NFO, block.num_heads).cpu(),
-        causal=family.causal,
     )
 
 
@@ -452,7 +445,7 @@ def read_text(parts: Split, number: int, clock: Clock, tries: int) -> Text:
             tellers = [equation_of(n) for n in numbers[:_TELLING]]
             inside_T = _ended(parts, tellers, where_J, members_T, own)
             inside_T = mended(tellers, among, inside_T, open_J[among_L])
-            kept = len(inside_T) if equations.causal else len(inside_T) - 1
+            kept = len(inside_T) - 1  # all but the end
             members_T = torch.cat([among_L[inside_T[:kept]], members_T[kept:]])
             once = [n for n in parts.number_J[among_L[inside_T]].tolist() if n >= 0]
             residuals = {n: equation_of(n).covariance(inside_T).residual for n in once}
@@ -484,10 +477,8 @@ def _ended(
         members_T: The best candidate of each place.
         own: The word whose text it is.
     """
-    last, place_J = int(parts.place_J[own]), parts.place_J
-    if parts.equations.causal:
-        return where_J[members_T[: last + 1]]
-    ends_X = (parts.end_J & (place_J > last)).nonzero()[:, 0]
+    place_J = parts.place_J
+    ends_X = (parts.end_J & (place_J > place_J[own])).nonzero()[:, 0]
     texts = [where_J[torch.cat([members_T[: int(place_J[end])], end[None]])] for end in ends_X]
     return min(texts, key=partial(loss, telling))
 

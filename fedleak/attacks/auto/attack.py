@@ -21,15 +21,15 @@ from fedleak.attacks.analytic.position_marginals import PositionMarginals
 from fedleak.attacks.analytic.query_gradients import QueryGradients
 from fedleak.attacks.auto.budget import OF_SPANS, Pace, Reserve
 from fedleak.attacks.auto.chance import FEWEST, PLACEBOS, leaves_noise, noise_of, worth
-from fedleak.attacks.auto.evidence import choose, compare
+from fedleak.attacks.auto.evidence import choose, compare, directions
 from fedleak.attacks.auto.joint_likelihood import MOST_TEXTS
 from fedleak.attacks.auto.maximum_likelihood import MaximumLikelihood, is_blurred
 from fedleak.attacks.auto.peeling import occurrences, peel
-from fedleak.attacks.auto.sharpening import Ids, Labelled, sharpened
+from fedleak.attacks.auto.sharpening import Labelled, sharpened
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.matching.batch_structure import Clues
 from fedleak.attacks.matching.lamp import Lamp
-from fedleak.attacks.reconstruction import Reconstruction, Status, tokens_of
+from fedleak.attacks.reconstruction import Ids, Reconstruction, Status, tokens_of
 from fedleak.attacks.subspace.answer import Reading
 from fedleak.attacks.subspace.dager import Dager
 from fedleak.attacks.subspace.keyspan import Keyspan
@@ -336,7 +336,7 @@ class _Attempt:
             return self._timed_lamp(attack, clues)
         if clues.sequences:
             # What was read is worth nothing if there is no time to choose from it.
-            left = Reserve.of(self._pace, self.rest, clues.sequences).before_choice(self._clock)
+            left = Reserve(self._pace, self.rest, clues.sequences).before_choice(self._clock)
         if isinstance(attack, MaximumLikelihood):
             single = self._seen.update.num_examples == 1
             seconds = (_NOISY if single else 1.0) * left
@@ -352,11 +352,11 @@ class _Attempt:
         """Whether gradient matching is likely to read more than `keyspan` does."""
         unproved = self._model.family.causal and Dager.kind in self.findings.answers
         # Looked at last: it is measured.
-        return unproved and Reserve.of(self._pace, self.rest, ()).matching <= self._clock.left()
+        return unproved and Reserve(self._pace, self.rest, ()).matching <= self._clock.left()
 
     def _timed_lamp(self, attack: Lamp, clues: Clues) -> Lamp | None:
         """Returns gradient matching with its time and settings; None: there is no time."""
-        reserve = Reserve.of(self._pace, self.rest, clues.sequences)
+        reserve = Reserve(self._pace, self.rest, clues.sequences)
         if clues.sequences and reserve.answer > self._clock.left():
             self._clock.rang = True  # the first step alone would make the answer late
             return None
@@ -374,8 +374,8 @@ class _Attempt:
         pool = [ids for ids in dict.fromkeys(pool) if not special.issuperset(ids)]
         if not pool:
             return NO_CHOICE
-        reserve, size = Reserve.of(self._pace, rest, pool), rest.update.num_examples
-        most = reserve.gradients_in(_CHOOSING * self._clock.left()) // reserve.directions
+        reserve, size = Reserve(self._pace, rest, pool), rest.update.num_examples
+        most = reserve.gradients_in(_CHOOSING * self._clock.left()) // directions(self._model)
         if most < min(size, len(pool)):
             self._clock.rang = True
             kinds = [*self.findings.answers, None]
@@ -400,7 +400,7 @@ class _Attempt:
         choice, model, rest = self._choice(pool), self._model, self.rest
         if not choice.batch or self._clock.up():
             return choice
-        reserve = Reserve.of(self._pace, rest, pool)
+        reserve = Reserve(self._pace, rest, pool)
         until = self._clock.before(reserve.answer)  # it leaves time for the answer
         better = sharpened(
             model,
@@ -426,12 +426,8 @@ class _Attempt:
         sequences = tuple(certificate.close(self._model, ids) for ids in self.findings.whole)
         likely = answer.diagnostics.get("likely", [True] * len(sequences))
         own = {"from": [kind] * len(sequences), "likely": likely}
-        return replace(
-            answer,
-            sequences=sequences,
-            tokens=tokens_of(sequences),
-            diagnostics={**answer.diagnostics, **own, **self._common_diagnostics()},
-        )
+        answer = answer.with_diagnostics(**own, **self._common_diagnostics())
+        return replace(answer, sequences=sequences, tokens=tokens_of(sequences))
 
     def answer(self, choice: Choice) -> Reconstruction:
         """Returns what is proved, and beside it the choice that explains the rest best."""
@@ -476,7 +472,7 @@ class _Attempt:
         if not choice.batch:
             return set(), {}
         batch, residual = choice.batch, {"residual": choice.residual}
-        reserve = Reserve.of(self._pace, self.rest, [guess.ids for guess in batch])
+        reserve = Reserve(self._pace, self.rest, [guess.ids for guess in batch])
         spare = reserve.gradients_in(self._clock.left()) - len(batch)
         if spare < FEWEST:
             self._clock.rang = True

@@ -18,6 +18,7 @@ from fedleak.attacks.auto.sharpening import PROPOSED, trial
 from fedleak.attacks.certificate import as_gradient
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.matching.batch_structure import frame
+from fedleak.attacks.reconstruction import Ids
 from fedleak.models import LanguageModel
 from fedleak.training.observation import Observation
 
@@ -81,53 +82,27 @@ class Reserve:
     """Seconds that are kept for what comes after gradient matching, by the time of a small step.
 
     Attributes:
-        fixed: Seconds of a pass over the model, however short.
-        token: Seconds of one more token of a guess's gradient, with one label.
-        longest: Tokens of a guess at most.
-        width: The hidden size.
-        lengths: Tokens of the batch, as far as they are known.
-        directions: Gradients that make up those of a guess with each label.
-        dropout: Clients trained with dropout.
+        pace: How long gradients take.
+        seen: What is left of the update.
+        guesses: Sequences that were read, which tell lengths where these are not granted.
     """
 
-    fixed: float
-    token: float
-    longest: int
-    width: int
-    lengths: tuple[int, ...]
-    directions: int
-    dropout: bool
+    pace: Pace
+    seen: Observation
+    guesses: Sequence[Ids]
 
-    @classmethod
-    def of(cls, pace: Pace, seen: Observation, guesses: Sequence[tuple[int, ...]]) -> "Reserve":
-        """Returns what a batch takes.
-
-        Args:
-            pace: How long gradients take.
-            seen: What is left of the update.
-            guesses: Sequences that were read, which tell lengths where these are not granted.
-        """
-        model, size = pace.model, seen.update.num_examples
-        around = frame(model)
-        marks = len(around.first) + len(around.last)
-        known = seen.knowledge.lengths or [len(ids) + marks for ids in guesses[:size]]
-        lengths = [*known, *[_CONTENT + marks] * size][:size]
-        longest = min(max([*lengths, *map(len, guesses)]), model.max_length)
-        fixed, token = pace.seconds
-        return cls(
-            fixed=fixed,
-            token=token,
-            longest=longest,
-            width=model.hidden_size,
-            lengths=tuple(lengths),
-            directions=directions(model),
-            dropout=bool(seen.knowledge.dropout),
-        )
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Tokens of the texts of the batch, as far as they are known."""
+        marks, size = sum(map(len, frame(self.pace.model))), self.seen.update.num_examples
+        known = self.seen.knowledge.lengths or [len(ids) + marks for ids in self.guesses[:size]]
+        return [*known, *[_CONTENT + marks] * size][:size]
 
     @property
     def gradient(self) -> float:
         """Seconds of one more guess's gradient, with one label."""
-        return self.token * self.longest
+        longest = max([*self.lengths, *map(len, self.guesses)])
+        return self.pace.seconds[1] * min(longest, self.pace.model.max_length)
 
     @property
     def matching(self) -> float:
@@ -137,7 +112,7 @@ class Reserve:
     @property
     def mending(self) -> float:
         """Seconds for words that fit better."""
-        if self.dropout:  # right words do not fit much better than others then
+        if self.seen.knowledge.dropout:  # right words do not fit much better than others then
             return 0.0
         return _SWEEPS * 2 * PROPOSED * self.gradient * sum(self.lengths)
 
@@ -146,7 +121,7 @@ class Reserve:
         """Seconds for the choice among guesses, the comparison with chance, and the proof."""
         size = len(self.lengths)
         return (
-            _ROOM * self._products(self.directions * 2 * size)
+            _ROOM * self._products(directions(self.pace.model) * 2 * size)
             + _ROOM * self._products(size + PLACEBOS)
             + _PROOF * size * self.gradient
         )
@@ -167,9 +142,10 @@ class Reserve:
         """Returns the seconds that so many gradients and their inner products take."""
         # By factors, or by the gradients themselves: whichever is less (`evidence`).
         tokens = gradients * mean(self.lengths)
-        factors = tokens / (2 * self.width)
+        factors = tokens / (2 * self.pace.model.hidden_size)
         formed = (1 + gradients**2 / (tokens or 1)) / 3
-        return self.fixed + self.token * tokens * (1 + min(factors, formed))
+        fixed, token = self.pace.seconds
+        return fixed + token * tokens * (1 + min(factors, formed))
 
 
 def _without(reserved: float, left: float) -> float:

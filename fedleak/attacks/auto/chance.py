@@ -29,9 +29,11 @@ from torch import Tensor
 
 from fedleak.attacks.auto.evidence import Pairs, compare_labelled, weights
 from fedleak.attacks.auto.peeling import gradient_of
-from fedleak.attacks.auto.sharpening import Ids, Labelled, content
+from fedleak.attacks.auto.sharpening import Labelled, content
 from fedleak.attacks.certificate import as_gradient, close, is_linear
 from fedleak.attacks.clock import UNLIMITED, Clock
+from fedleak.attacks.reconstruction import Ids
+from fedleak.attacks.subspace.pooled_span import SIGMAS
 from fedleak.models import CLASSIFICATION, LanguageModel
 from fedleak.training.observation import Observation, UpdateKind
 
@@ -49,9 +51,6 @@ _RIDGE = 1e-6
 
 _TINY = 1e-150
 """Norms are no smaller than this."""
-
-_SIGMAS = 3.0
-"""Standard deviations by which a sum of squares of noise may miss what is expected."""
 
 
 class Worth(NamedTuple):
@@ -187,7 +186,7 @@ def leaves_noise(
         return False
     left = {name: value - sum(part[name] for part in own) for name, value in observed.items()}
     numbers = sum(int(mask.sum()) for mask in shared.values())
-    margin = _SIGMAS * math.sqrt(2 * numbers)
+    margin = SIGMAS * math.sqrt(2 * numbers)
     if abs(squares(left) - numbers) > margin:
         return False
     changes = [

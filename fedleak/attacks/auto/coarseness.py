@@ -86,19 +86,15 @@ def coarseness(seen: Observation, names: Iterable[str]) -> Coarseness:
             return Coarseness(lambda value_X: torch.full_like(value_X, math.inf))
         step = min([float(levels_X[0]), *levels_X.diff().tolist()])
         most = round(float(levels_X[-1]) / step)
-        return Coarseness(lambda value_X: torch.full_like(value_X, _largest(value_X) / most / 2))
+        return Coarseness(
+            lambda value_X: torch.full_like(value_X, float(value_X.abs().max()) / most / 2)
+        )
     if kept > 1 - _ZEROS or not len(kept_X):
         return EXACT
-    smallest = min(_smallest(value_X) for value_X in tensors.values())
+    smallest = min(
+        float(value_X.abs().masked_fill(value_X == 0, math.inf).min())
+        for value_X in tensors.values()
+    )
     if smallest > _PRUNED * float(kept_X.median()):
         return Coarseness(lambda value_X: torch.where(value_X == 0, smallest, 0.0))
     return Coarseness(lambda value_X: torch.where(value_X == 0, math.inf, 0.0), kept)
-
-
-def _largest(value_X: Tensor) -> float:
-    return float(value_X.abs().max())
-
-
-def _smallest(value_X: Tensor) -> float:
-    """Returns the size of the smallest number that is not zero; infinite if all are."""
-    return float(value_X.abs().masked_fill(value_X == 0, math.inf).min())

@@ -33,6 +33,7 @@ from fedleak.attacks.matching.factored_gradients import (
     next_token_logit_grad,
 )
 from fedleak.attacks.matching.gradient_distance import Gradient
+from fedleak.attacks.reconstruction import Ids
 from fedleak.models import CLASSIFICATION, LanguageModel, is_target, pad
 
 _TOGETHER = 8
@@ -131,7 +132,7 @@ def choose(pairs: Pairs, most: int) -> list[int]:
 
 def compare(
     model: LanguageModel,
-    sequences: Sequence[tuple[int, ...]],
+    sequences: Sequence[Ids],
     observed: Mapping[str, Tensor],
     noise: float | None = None,
 ) -> Pairs:
@@ -151,7 +152,7 @@ def compare(
 
 def compare_labelled(
     model: LanguageModel,
-    closed: Sequence[tuple[int, ...]],
+    closed: Sequence[Ids],
     labels_NC: Tensor,
     observed: Mapping[str, Tensor],
     noise: float | None = None,
@@ -253,9 +254,9 @@ def _square(value: Tensor) -> float:
 def gradients_of(
     model: LanguageModel,
     own: BatchGradients,
-    closed: Sequence[tuple[int, ...]],
+    closed: Sequence[Ids],
     labels_NC: Tensor,
-    words_M: Tensor,
+    words_M: Tensor | None = None,
     logit_grad: LogitGrad | None = None,
 ) -> dict[str, Gradient]:
     """Returns the gradients of each sequence's mean loss with each of its labels.
@@ -265,21 +266,23 @@ def gradients_of(
         own: Of this model, ready.
         closed: The sequences, as clients train on them.
         labels_NC: Of each; of no meaning in next-token training.
-        words_M: The tokens whose rows of the word embedding's gradient are wanted.
+        words_M: The tokens whose rows of the word embedding's gradient are wanted; None: it is not.
         logit_grad: The derivative of something else, in place of the loss.
     """
     ids_NT, mask_NT = pad(closed, model.tokenizer.pad_token_id, model.device)
     labels = labels_NC.shape[1]
     table_VD = model.module.get_parameter(model.family.word_embedding).detach()
     x_NCTD = table_VD[ids_NT][:, None].expand(-1, labels, -1, -1)
-    share_NTM = (ids_NT[..., None] == words_M) & (mask_NT[..., None] > 0)
-    share_NCTM = share_NTM.to(table_VD.dtype)[:, None].expand(-1, labels, -1, -1)
+    share_NCKTM = None
+    if words_M is not None:
+        share_NTM = (ids_NT[..., None] == words_M) & (mask_NT[..., None] > 0)
+        share_NCKTM = share_NTM.to(table_VD.dtype)[:, None, None].expand(-1, labels, -1, -1, -1)
     return own(
         x_NCTD[:, :, None],
         mask_NT[:, None],
         logit_grad or _logit_grad(model, ids_NT, mask_NT, labels_NC),
         differentiable=False,
-        mixture_RKBTM=share_NCTM[:, :, None],
+        mixture_RKBTM=share_NCKTM,
     )
 
 

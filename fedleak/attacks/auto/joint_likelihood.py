@@ -42,15 +42,15 @@ from fedleak.attacks import Progress, Show
 from fedleak.attacks.analytic.placed_words import PlacedWords, placed_words
 from fedleak.attacks.auto.evidence import gradients_of
 from fedleak.attacks.clock import Clock
-from fedleak.attacks.matching.batch_structure import Frame
+from fedleak.attacks.matching.batch_structure import Frame, frame
 from fedleak.attacks.matching.factored_gradients import BatchGradients
 from fedleak.attacks.matching.gradient_distance import Gradient
+from fedleak.attacks.reconstruction import Ids
 from fedleak.attacks.subspace.pooled_span import SIGMAS, PooledSpan
-from fedleak.models import LanguageModel
+from fedleak.models import LanguageModel, pad
 from fedleak.models.prior import Prior
 from fedleak.util.rng import stream
 
-Ids = tuple[int, ...]
 State = tuple[Ids, ...]
 Change = Mapping[int, Ids]
 """The number of a text -> its tokens afterwards."""
@@ -82,7 +82,7 @@ _LONGER = 3
 _STALLS = 5
 """Times that nothing helps, also after a disturbance, before the search ends."""
 
-_AT_ONCE = 32
+AT_ONCE = 32
 """Texts of a forward pass."""
 
 _KEPT = 256
@@ -91,7 +91,7 @@ _KEPT = 256
 _LARGEST = 1e12
 """A number in units of the noise, at most."""
 
-_NEVER = -1e9
+NEVER = -1e9
 """Log probability of what cannot be."""
 
 
@@ -174,14 +174,12 @@ class Joint:
         if len(self._known) + len(new) > _KEPT:
             self._known = {text: self._known[text] for text in wanted if text in self._known}
         new.sort(key=lambda text: (len(text[0]), text))
-        for start in range(0, len(new), _AT_ONCE):
-            part = new[start : start + _AT_ONCE]
+        for start in range(0, len(new), AT_ONCE):
+            part = new[start : start + AT_ONCE]
             labels_N1 = torch.tensor([[label] for _, label in part], device=self._model.device)
-            no_words_0 = torch.zeros(0, dtype=torch.long, device=self._model.device)
+            closed = [ids for ids, _ in part]
             with self._own.ready():
-                by_name = gradients_of(
-                    self._model, self._own, [ids for ids, _ in part], labels_N1, no_words_0
-                )
+                by_name = gradients_of(self._model, self._own, closed, labels_N1)
             numbers_NX = torch.cat([self._formed(name, by_name[name]) for name in self._names], 1)
             place_NTD = by_name[self._places]
             assert isinstance(place_NTD, Tensor)
@@ -262,24 +260,21 @@ def _clear(square_R: Tensor, width: int) -> list[int]:
     return rows
 
 
-def table(
-    word_VD: Tensor, place_PD: Tensor, around: Frame, special: frozenset[int]
-) -> PlacedWords | None:
+def table(model: LanguageModel, word_VD: Tensor, place_PD: Tensor) -> PlacedWords | None:
     """Returns which word stands where; None if noise hides all places.
 
     Args:
+        model: Has marks that begin and end a text.
         word_VD: Rows of words, in units of the noise.
         place_PD: Rows of places, likewise.
-        around: Marks that begin and end a text.
-        special: Marks.
     """
-    width = place_PD.shape[1]
+    width, around = place_PD.shape[1], frame(model)
     used, first = _clear(place_PD.square().sum(1).double(), width), len(around.first)
     if max(used, default=-1) < first:
         return None
     places = min(max(used) + 1 + _LONGER, len(place_PD))
     # The first mark of the end shows where a text ends.
-    never = special - {*around.last[:1]}
+    never = model.special_ids() - {*around.last[:1]}
     placed = placed_words(word_VD, place_PD[first:places], never)
     moved = {(word, place + first): value for (word, place), value in placed.variance.items()}
     return PlacedWords(moved, F.pad(placed.gain_VT, (first, 0)))
@@ -293,6 +288,14 @@ def next_words(prior: Prior | None, beginning: Ids, words: int) -> Tensor:
     return prior.next_token(ids_1T)[0].cpu()
 
 
+def prior_nats(prior: Prior, model: LanguageModel, texts: Sequence[Ids]) -> list[float]:
+    """Returns the negative log probability of texts, in nats."""
+    ids_NT, mask_NT = pad(texts, model.tokenizer.pad_token_id, prior.device)
+    nll_N = prior.nll(ids_NT, mask_NT).cpu() * (mask_NT.sum(1).cpu() - 1)
+    nats: list[float] = nll_N.tolist()
+    return nats
+
+
 @dataclass
 class UnderAttack:
     """An update under attack, and what judges texts by it.
@@ -302,7 +305,6 @@ class UnderAttack:
         joint: Judges states.
         span: Judges texts, if it sees anything.
         placed: Which word stands where.
-        around: Marks that begin and end a text.
         lengths: Of the texts, if they are known.
         prior: Of what stands behind a beginning; None: all words are alike.
         clock: The time that the search may take.
@@ -312,7 +314,6 @@ class UnderAttack:
     joint: Joint
     span: PooledSpan
     placed: PlacedWords
-    around: Frame
     lengths: Sequence[int] | None
     prior: Prior | None
     clock: Clock
@@ -321,10 +322,31 @@ class UnderAttack:
         """Returns the words that the table has at a place, without marks."""
         return [word for word in self.placed.at(place) if word not in self.special]
 
+    def resized(self, ids: Ids, place: int, words: Iterable[int]) -> Iterator[Ids]:
+        """Yields a text without the word at a place, ended there, or with one of some words more.
+
+        There is none if lengths are known.
+        """
+        first, last = self.around
+        end = len(ids) - len(last)
+        if self.lengths is not None:
+            return
+        if place < end and end - len(first) > 1:
+            yield (*ids[:place], *ids[place + 1 :])
+        if len(first) < place < end - 1:
+            yield (*ids[:place], *last)
+        if len(ids) < self.placed.gain_VT.shape[1]:
+            yield from ((*ids[:place], word, *ids[place:]) for word in words)
+
     @cached_property
+    def around(self) -> Frame:
+        """Marks that begin and end a text."""
+        return frame(self.model)
+
+    @property
     def special(self) -> frozenset[int]:
         """Marks: no words."""
-        return frozenset(self.model.special_ids())
+        return self.model.special_ids()
 
 
 class Search(UnderAttack):
@@ -401,7 +423,7 @@ class Search(UnderAttack):
             prior_V = next_words(self.prior, before, len(word_VD)).to(word_VD)
             own_V = self._allowed(prior_V + table_V)
             other_V = own_V.clone()
-            other_V[[*here]] = _NEVER
+            other_V[[*here]] = NEVER
             words = {*absent, *other_V.topk(_FEW).indices.tolist()}
             if place < end:
                 row_D = gradient.place_TD[place] / len(state)
@@ -412,25 +434,12 @@ class Search(UnderAttack):
                 tried = words | {*(own_V + match_V).topk(_TRIED).indices.tolist()}
                 for word in sorted(tried - {ids[place]}):
                     yield {number: (*before, word, *ids[place + 1 :])}
-            if self.lengths is None:
-                yield from self._lengths(ids, place, number, words, prior_V)
-            for other in range(number):
-                yield from self._exchanges(state, place, number, other)
-
-    def _lengths(
-        self, ids: Ids, place: int, number: int, words: set[int], prior_V: Tensor
-    ) -> Iterator[Change]:
-        """Yields a text with a word more at a place, or less, or that ends there."""
-        first, last = len(self.around.first), self.around.last
-        end = len(ids) - len(last)
-        if place < end and end - first > 1:
-            yield {number: (*ids[:place], *ids[place + 1 :])}
-            if place > first and place + 1 < end:
-                yield {number: (*ids[:place], *last)}
-        if len(ids) < self.placed.gain_VT.shape[1]:
-            expected = self._allowed(prior_V).topk(_FEW).indices.tolist() if self.prior else []
-            for word in sorted(words.union(expected)):
-                yield {number: (*ids[:place], word, *ids[place:])}
+            if self.prior is not None:
+                words |= {*self._allowed(prior_V).topk(_FEW).indices.tolist()}
+            for other in self.resized(ids, place, sorted(words)):
+                yield {number: other}
+            for before_it in range(number):
+                yield from self._exchanges(state, place, number, before_it)
 
     def _exchanges(self, state: State, place: int, number: int, other: int) -> Iterator[Change]:
         """Yields two texts that exchange their words at a place, or all from there on."""
@@ -462,5 +471,5 @@ class Search(UnderAttack):
 
     def _allowed(self, score_V: Tensor) -> Tensor:
         """Returns the scores of words, those of marks lowest."""
-        score_V[[*self.special]] = _NEVER
+        score_V[[*self.special]] = NEVER
         return score_V

@@ -62,23 +62,28 @@ from fedleak.attacks.analytic.embedding_rows import above_noise
 from fedleak.attacks.analytic.label_counts import label_counts
 from fedleak.attacks.auto.coarseness import EXACT, Coarseness, coarseness
 from fedleak.attacks.auto.evidence import gradients_of
-from fedleak.attacks.auto.joint_likelihood import MOST_TEXTS, Joint, Search, table
+from fedleak.attacks.auto.joint_likelihood import (
+    AT_ONCE,
+    MOST_TEXTS,
+    Joint,
+    Search,
+    prior_nats,
+    table,
+)
 from fedleak.attacks.auto.text_by_text import TextSearch
 from fedleak.attacks.certificate import NOTHING_PROVED, PRECISION, as_gradient, is_linear
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.matching.batch_structure import Frame, frame
 from fedleak.attacks.matching.factored_gradients import BatchGradients
 from fedleak.attacks.matching.gradient_distance import Gradient
-from fedleak.attacks.reconstruction import Reconstruction, Status, tokens_of
-from fedleak.attacks.subspace.answer import Reader, Reading
+from fedleak.attacks.reconstruction import Ids
+from fedleak.attacks.subspace.answer import Reader, Reading, answer_of
 from fedleak.attacks.subspace.pooled_span import SIGMAS, PooledSpan
 from fedleak.models import CLASSIFICATION, LanguageModel, absolute
 from fedleak.models import prior as priors
 from fedleak.models.prior import Prior
 from fedleak.training.observation import Observation
 from fedleak.util.rng import stream
-
-Ids = tuple[int, ...]
 
 _DIRECTIONS = 100.0
 """k: directions in which wrong words move the head's input."""
@@ -107,9 +112,6 @@ _APART = 30.0
 _BEAM, _STARTS, _STATES, _WORDS, _READ, _NEAREST = 32, 64, 4, 32, 12, 8
 """Texts of the beam; texts of it that are judged; texts improved side by side; words tried at a
 place; such texts that the prior reads whole; words that must be rejected at each place."""
-
-_AT_ONCE = 32
-"""Texts of a forward pass."""
 
 _LAST = 0.2
 """Share of the time of a search for several texts that is kept for judging which are likely."""
@@ -217,10 +219,7 @@ class MaximumLikelihood(Reader):
             return "reads updates of classifiers: choose model.task = sequence-classification"
         if family.position_embedding is None:
             return "reads rows of positions, and the model's are rotary: choose another model.name"
-        needed = {family.word_embedding, family.position_embedding, family.classifier[0]}
-        if missing := needed - setting.shared:
-            return f"needs {' and '.join(sorted(missing))}, and clients send none: see update.share"
-        return None
+        return setting.lacks(*setting.tables, family.classifier[0])
 
     @torch.no_grad()
     def reading(
@@ -277,17 +276,14 @@ class MaximumLikelihood(Reader):
         # Numbers that came as they were prove a text, however few they are.
         verdict = certificate.judge(model, (best.ids,), seen) if accepted else NOTHING_PROVED
         likely = verdict.verified or (accepted and search.compared and clear)
-        answer = Reconstruction(
-            status=Status.RECOVERED,
-            sequences=(best.ids,),
-            evidence=(0.0 if verdict.verified else max(best.excess, 0.0),),
-            tokens=tokens_of([best.ids]),
+        answer = answer_of(
+            [best.ids],
+            [0.0 if verdict.verified else max(best.excess, 0.0)],
+            verdict,
             diagnostics=numbers
             | {"likely": [likely], "excess": best.excess, "nearest": nearest}
-            | {"label": best.label, "tried": len(others) + 1}
-            | verdict.diagnostics(),
-            verified=verdict.verified,
-            reason=verdict.remark() if verdict.verified else _REASONS[likely, accepted],
+            | {"label": best.label, "tried": len(others) + 1},
+            reason=_REASONS[likely, accepted],
         )
         return Reading.of(answer, settled=likely)
 
@@ -302,7 +298,7 @@ class MaximumLikelihood(Reader):
         clock: Clock,
     ) -> Reading:
         """Returns the texts of a batch."""
-        observed, around, known = as_gradient(seen), frame(model), seen.knowledge
+        observed, known = as_gradient(seen), seen.knowledge
         labels = known.labels or _labels(seen, model)
         placed = None
         if coarse is not EXACT:
@@ -311,29 +307,25 @@ class MaximumLikelihood(Reader):
             reason = "the classes of the texts cannot be told: grant labels"
         else:
             joint = Joint(model, observed, noise, labels)
-            special = frozenset(model.special_ids())
-            placed = table(joint.word_VD, joint.place_PD, around, special)
+            placed = table(model, joint.word_VD, joint.place_PD)
             reason = f"no position's row stands out of the noise, of {noise:.2g}"
         if placed is None:
             return Reading.none(reason, noise_scale=noise)
         prior = None if self.prior is None else priors.load(self.prior, model)
         span = PooledSpan(model, observed, noise, seen.update.num_examples)
         half = clock.part(2)
-        alone = TextSearch(model, joint, span, placed, around, known.lengths, prior, half)
+        alone = TextSearch(model, joint, span, placed, known.lengths, prior, half)
         texts = alone.run(on_progress, others_read)
         likely = alone.likely(texts, clock)
         if not all(likely) and not clock.up():
             until = clock.before(_LAST * clock.left())
-            together = Search(model, joint, span, placed, around, known.lengths, prior, until)
+            together = Search(model, joint, span, placed, known.lengths, prior, until)
             texts = together.run(texts, on_progress)
             likely = alone.likely(texts, clock)
         judgement = joint(texts)
-        excess = max(judgement.excess, 0.0)
-        answer = Reconstruction(
-            status=Status.RECOVERED,
-            sequences=texts,
-            evidence=(excess,) * len(texts),
-            tokens=tokens_of(texts),
+        answer = answer_of(
+            texts,
+            [max(judgement.excess, 0.0)] * len(texts),
             diagnostics={
                 "noise_scale": noise,
                 "time_up": clock.rang or half.rang,
@@ -553,14 +545,13 @@ class Head:
 
         A gradient that points the other way explains nothing.
         """
-        parts = [texts[i : i + _AT_ONCE] for i in range(0, len(texts), _AT_ONCE)]
+        parts = [texts[i : i + AT_ONCE] for i in range(0, len(texts), AT_ONCE)]
         return torch.cat([self._excess(part, labels) for part in parts])
 
     def _excess(self, texts: Sequence[Ids], labels: Sequence[int]) -> Tensor:
         labels_NC = torch.tensor([list(labels)] * len(texts), device=self._model.device)
-        no_words_0 = torch.zeros(0, dtype=torch.long, device=self._model.device)
         with self._own.ready():
-            gradients = gradients_of(self._model, self._own, texts, labels_NC, no_words_0)
+            gradients = gradients_of(self._model, self._own, texts, labels_NC)
         formed_KX = torch.cat([_formed(gradients[name]) for name in self._names], 1)
         factor_K = formed_KX.new_full((len(formed_KX),), 1 / self._noise)
         if self._exact_X.any():
@@ -640,7 +631,7 @@ class _Search:
                 if place < len(self.around.first) or self._accepted(states):
                     continue
                 near = {ids for state in states for ids in self._near(state.ids, place, _WORDS)}
-                states = sorted({*states, *self._best_of(near - self.judged.keys())})[-_STATES:]
+                states = sorted({*states, *self._best_of(near)})[-_STATES:]
                 text = self.model.decode(states[-1].ids)
                 on_progress(Progress(step, end, states[-1].excess, text, f"sweep {sweep}"))
             if states == before and self.rows.in_text_V.any():
@@ -649,16 +640,14 @@ class _Search:
                     if self._accepted(states):
                         break
                     moved = _moved(states[-1].ids, place, len(self.around.last))
-                    states = sorted({*states, *self._best_of(moved - self.judged.keys())})[
-                        -_STATES:
-                    ]
+                    states = sorted({*states, *self._best_of(moved)})[-_STATES:]
         best = self._accepted(states) or states[-1]
         if self._accepted(states):
             places = range(len(self.around.first), end + 1)
             near_each = [
                 self._near(best.ids, place, _NEAREST) for place in self.clock.paced(places)
             ]
-            self._judge({ids for near in near_each for ids in near} - self.judged.keys())
+            self._judge({ids for near in near_each for ids in near})
             self.compared = len(near_each) == len(places)
         return best
 
@@ -717,23 +706,17 @@ class _Search:
 
     def _best_of(self, texts: Iterable[Ids]) -> list[Guess]:
         """Judges texts; returns the most probable ones, in rising order."""
-        guesses = self._judge(texts)
-        guesses = sorted(guesses)[-_READ:]
+        guesses = sorted(self._judge(texts))[-_READ:]
         if self.prior is not None and guesses:
-            longest = max(len(guess.ids) for guess in guesses)
-            ids_NT = torch.tensor([[*g.ids, *[0] * (longest - len(g.ids))] for g in guesses])
-            count_N = torch.tensor([len(guess.ids) for guess in guesses])
-            mask_NT = (torch.arange(longest) < count_N[:, None]).long()
-            nll_N = self.prior.nll(ids_NT.to(self.prior.device), mask_NT.to(self.prior.device))
-            read_N = (nll_N.cpu() * (count_N - 1)).tolist()
+            read = prior_nats(self.prior, self.model, [guess.ids for guess in guesses])
             guesses = [
-                g._replace(score=g.score - nll) for g, nll in zip(guesses, read_N, strict=True)
+                g._replace(score=g.score - nats) for g, nats in zip(guesses, read, strict=True)
             ]
         return sorted(guesses)[-_STATES:]
 
     def _judge(self, texts: Iterable[Ids]) -> list[Guess]:
-        """Returns texts with their best label, by rows and head alone."""
-        some = sorted(texts, key=lambda ids: (len(ids), ids))
+        """Returns texts that are new with their best label, by rows and head alone."""
+        some = sorted({*texts} - self.judged.keys(), key=lambda ids: (len(ids), ids))
         if not some:
             return []
         excess_N, label_N = self.head.excess(some, self.labels).min(1)

@@ -17,8 +17,10 @@ from fedleak.attacks.certificate import (
     multiplicities,
     weights_per_target,
 )
-from fedleak.models import CLASSIFICATION, LanguageModel, batch_loss, pad
+from fedleak.models import CLASSIFICATION, LanguageModel
 from fedleak.training.observation import ClientUpdate, Knowledge, Observation, UpdateKind
+from fedleak.training.recipe import Recipe
+from fedleak.training.steps import Batch, gradient
 
 
 def peel(
@@ -42,8 +44,8 @@ def peel(
     for member in members:
         for label, weight in _weights(member, seen.update.num_examples):
             rest = {
-                name: rest[name] - weight * gradient
-                for name, gradient in gradient_of(model, member.ids, label, list(rest)).items()
+                name: rest[name] - weight * value
+                for name, value in gradient_of(model, member.ids, label, list(rest)).items()
             }
     # A number that did not come is still none.
     tensors = {name: (value / share).where(observed[name] != 0, 0) for name, value in rest.items()}
@@ -74,13 +76,9 @@ def gradient_of(
     model: LanguageModel, ids: Sequence[int], label: int, names: Sequence[str]
 ) -> dict[str, torch.Tensor]:
     """Returns the gradient of a sequence's mean loss by parameter name."""
-    own = dict(model.module.named_parameters())
     with torch.enable_grad():
-        ids_BT, mask_BT = pad([close(model, ids)], model.tokenizer.pad_token_id, model.device)
-        loss = batch_loss(model, ids_BT, mask_BT, torch.tensor([label], device=model.device))
-        parameters = [own[name] for name in names]
-        gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
-    return dict(zip(names, gradients, strict=True))
+        gradients = gradient(model, Batch([close(model, ids)], [label]), Recipe())
+    return {name: gradients[name] for name in names}
 
 
 def _without(

@@ -23,6 +23,7 @@ from fedleak.attacks.clock import Clock
 from fedleak.attacks.matching import reorderings
 from fedleak.attacks.matching.batch_structure import frame
 from fedleak.attacks.matching.factored_gradients import BatchGradients
+from fedleak.attacks.reconstruction import Ids
 from fedleak.models import CLASSIFICATION, LanguageModel
 
 PROPOSED = 8
@@ -37,7 +38,6 @@ _ORDERS = 16
 _BETTER = 1 + 1e-5
 """A fit counts as better by more than rounding."""
 
-Ids = tuple[int, ...]
 Tell = Callable[[Ids, float], None]
 
 

@@ -22,10 +22,17 @@ from torch import Tensor
 from fedleak.attacks import Progress, Show
 from fedleak.attacks import clock as timing
 from fedleak.attacks.analytic.placed_words import PlacedWords
-from fedleak.attacks.auto.joint_likelihood import Ids, State, UnderAttack, next_words, table
+from fedleak.attacks.auto.joint_likelihood import (
+    NEVER,
+    State,
+    UnderAttack,
+    next_words,
+    prior_nats,
+    table,
+)
 from fedleak.attacks.clock import Clock
+from fedleak.attacks.reconstruction import Ids
 from fedleak.attacks.subspace.pooled_span import SIGMAS
-from fedleak.models import pad
 from fedleak.util.rng import stream
 
 _TABLE = 8.0
@@ -39,9 +46,6 @@ _POINTED, _PAIRS = 64, 200
 
 _READ, _APART = 4, 30.0
 """Changes of a group that the prior reads, and nats below the text at which it reads none."""
-
-_NEVER = -1e9
-"""Log probability of what cannot be."""
 
 
 @dataclass
@@ -109,7 +113,7 @@ class TextSearch(UnderAttack):
     def _beside(self, taken: dict[int, Ids]) -> None:
         """Makes the table of what stands beside texts that are taken."""
         begun, self.taken = timing.now(), taken
-        rest = table(*self.joint.left(taken), self.around, self.special)
+        rest = table(self.model, *self.joint.left(taken))
         self.table_seconds = timing.now() - begun
         # If noise hides what is left, the table before is all there is.
         self.placed = rest or self.placed
@@ -212,19 +216,11 @@ class TextSearch(UnderAttack):
 
     def _at(self, ids: Ids, place: int, most: int) -> list[Ids]:
         """Returns a text with other words at a place, with a word more or less, or ended there."""
-        first, last = self.around
-        end, words, texts = len(ids) - len(last), self._words_at(ids, place, most), list[Ids]()
-        if place > end:
-            return texts
+        end, words, texts = len(ids) - len(self.around.last), self._words_at(ids, place, most), []
         if place < end:
             texts += [(*ids[:place], word, *ids[place + 1 :]) for word in words]
-        if self.lengths is None:
-            if place < end and end - len(first) > 1:
-                texts.append((*ids[:place], *ids[place + 1 :]))
-            if len(first) < place < end - 1:
-                texts.append((*ids[:place], *last))
-            if len(ids) < self.placed.gain_VT.shape[1]:
-                texts += [(*ids[:place], word, *ids[place:]) for word in words]
+        if place <= end:
+            texts += self.resized(ids, place, words)
         return [other for other in texts if other != ids]
 
     def _words_at(self, ids: Ids, place: int, most: int) -> list[int]:
@@ -245,7 +241,7 @@ class TextSearch(UnderAttack):
         rises_TV = self.span.slopes(ids)[first:end].cpu()
         known_TV = self._gains()[first:end]
         rises_TV[: len(known_TV)] += known_TV
-        rises_TV[:, [*self.special]] = _NEVER
+        rises_TV[:, [*self.special]] = NEVER
         for flat in rises_TV.flatten().topk(_POINTED).indices.tolist():
             place, word = divmod(flat, rises_TV.shape[1])
             yield (*ids[: first + place], word, *ids[first + place + 1 :])
@@ -285,14 +281,12 @@ class TextSearch(UnderAttack):
         if self.prior is None or not new:
             self._nll |= dict.fromkeys(new, 0.0)
             return
-        ids_NT, mask_NT = pad(new, self.model.tokenizer.pad_token_id, self.prior.device)
-        nll_N = self.prior.nll(ids_NT, mask_NT).cpu() * (mask_NT.sum(1).cpu() - 1)
-        self._nll |= dict(zip(new, nll_N.tolist(), strict=True))
+        self._nll |= dict(zip(new, prior_nats(self.prior, self.model, new), strict=True))
 
     def _next(self, beginning: Ids) -> Tensor:
         """Returns the log probability [V] of what stands behind a beginning, of marks lowest."""
         next_V = next_words(self.prior, beginning, len(self.joint.word_VD))
-        next_V[[*self.special]] = _NEVER
+        next_V[[*self.special]] = NEVER
         return next_V
 
     def _begun(self, end: int, drawn: str | None, used: Iterable[tuple[int, int]] = ()) -> Ids:

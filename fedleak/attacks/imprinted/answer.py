@@ -6,6 +6,7 @@ from typing import Any
 from fedleak.attacks import AttackSetting, certificate
 from fedleak.attacks.imprinted.checksum import Text
 from fedleak.attacks.reconstruction import Reconstruction, Status, tokens_of
+from fedleak.attacks.subspace.answer import answer_of
 from fedleak.models import LanguageModel
 from fedleak.server_modes import ServerMode
 from fedleak.training.observation import Observation
@@ -24,14 +25,6 @@ def not_served(setting: AttackSetting, mode: type[ServerMode], needed: str) -> s
     if setting.server_mode == mode.kind:
         return None
     return f"needs {needed}: let the server do so, server.mode = {mode.kind!r}"
-
-
-def not_sent(setting: AttackSetting) -> str | None:
-    """Returns that clients do not send the first feed-forward matrix; None if they do."""
-    name = setting.family.modules(0)["f"][0]
-    if name in setting.shared:
-        return None
-    return f"needs {name}, and clients send none: see update.share"
 
 
 def answered(
@@ -61,20 +54,15 @@ def answered(
         sequences = [ids for ids, times in verdict.repeats.items() for _ in range(times)]
         numbers["certified"] = len(sequences)
     doubts = [text.doubt() if alone else max(text.doubt(), 1.0) for text in best]
-    if verdict.verified:
-        doubts = [0.0] * size
-    return Reconstruction(
-        status=Status.RECOVERED,
-        sequences=tuple(certificate.close(model, ids) for ids in sequences),
-        evidence=tuple(doubts),
+    return answer_of(
+        [certificate.close(model, ids) for ids in sequences],
+        [0.0] * size if verdict.verified else doubts,
+        verdict,
         tokens=tokens_of(sequences),
         diagnostics={
             **numbers,
             **verdict.diagnostics(),
             "chance": max((text.chance for text in best if text.certified), default=None),
         },
-        verified=verdict.verified,
-        reason=verdict.remark()
-        if verdict.verified
-        else f"the batch is not proved; {numbers['certified']} of its texts are certified",
+        reason=f"the batch is not proved; {numbers['certified']} of its texts are certified",
     )

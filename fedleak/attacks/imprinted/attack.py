@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from fedleak.attacks import AttackSetting, certificate
-from fedleak.attacks.imprinted.answer import NO_TOKEN, answered, not_sent, not_served
-from fedleak.attacks.imprinted.bins import Words, pick, read_bins
+from fedleak.attacks.imprinted.answer import NO_TOKEN, answered, not_served
+from fedleak.attacks.imprinted.bins import Bins, Words, pick, read_bins
 from fedleak.attacks.imprinted.chains import Chains
 from fedleak.attacks.imprinted.checksum import Checksum, read_texts
 from fedleak.attacks.imprinted.slots import MOST, Slots, fill_
-from fedleak.attacks.imprinted.tags import more_tags, read_tags, splits, without_mixtures
-from fedleak.attacks.matching.batch_structure import frame
+from fedleak.attacks.imprinted.tags import Split, more_tags, read_tags, splits, without_mixtures
 from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.models import LanguageModel
 from fedleak.server_modes import sectors
@@ -41,13 +40,13 @@ class ImprintReader:
 
     def obstacle(self, setting: AttackSetting) -> str | None:
         """Needs a model that was imprinted, and the gradient of its first feed-forward layer."""
-        return not_served(setting, Imprint, "a model that was imprinted") or not_sent(setting)
+        obstacle = not_served(setting, Imprint, "a model that was imprinted")
+        return obstacle or setting.lacks(setting.family.modules(0)["f"][0])
 
     def reads(self, setting: AttackSetting) -> frozenset[str]:
         """Reads the imprinted matrix, both embeddings, and the classifier for the proof."""
         family = setting.family
-        names = (*family.modules(0)["f"], family.word_embedding, *family.classifier)
-        return frozenset(n for n in (*names, family.position_embedding) if n is not None)
+        return setting.tables | {*family.modules(0)["f"], *family.classifier}
 
     def __call__(
         self, seen: Observation, model: LanguageModel, *, rng: torch.Generator
@@ -62,14 +61,11 @@ class ImprintReader:
         (first,) = model.family.modules(0)["f"]
         bins = read_bins(tensors[first], known)
         words = Words.of(model, seen, model.family.token_table(model.module))
-        size = len(known.project_KD)
-        picked = pick(bins, words, slice(size, None), rng)
-        exact = splits(bins, words, picked, size)
+        exact, numbers = _exact(bins, words, len(known.project_KD), rng)
         tags = read_tags(exact)
-        numbers: dict[str, Any] = {"noise": bins.noise(), "bins": len(bins.used())}
         if tags is None:
             return Reconstruction.none(Status.ABSTAINED, NO_TOKEN, **numbers)
-        opening, closing = words.marks(frame(model))
+        opening, closing = words.marks(model)
         tags = without_mixtures(more_tags(exact, tags))
         slots, texts = Slots.none(bins, words), 0
         while len(tags.tag_SK) > texts:
@@ -89,6 +85,14 @@ class ImprintReader:
         return answered(seen, model, words.ids_V.tolist(), read, numbers, alone=precise)
 
 
+def _exact(
+    bins: Bins, words: Words, size: int, rng: torch.Generator
+) -> tuple[list[Split], dict[str, Any]]:
+    """Returns the bins that few tokens explain, beside tags of some size, and diagnostics."""
+    exact = splits(bins, words, pick(bins, words, size, rng), size)
+    return exact, {"noise": bins.noise(), "bins": len(bins.used())}
+
+
 @torch.no_grad()
 def _read_chains(
     seen: Observation, model: LanguageModel, tensors: Mapping[str, Tensor], rng: torch.Generator
@@ -101,19 +105,17 @@ def _read_chains(
     bins = read_bins(sectors.as_linear(model, first, tensors[first]), known)
     table = model.family.token_table(model.module)
     words = Words.of(model, seen, sectors.Stream.of(table, known))
-    size = len(known.project_KD)
-    exact = splits(bins, words, pick(bins, words, slice(size, None), rng), size)
-    numbers: dict[str, Any] = {"noise": bins.noise(), "bins": len(bins.used())}
+    exact, numbers = _exact(bins, words, len(known.project_KD), rng)
     if not exact:
         return Reconstruction.none(Status.ABSTAINED, NO_TOKEN, **numbers)
-    everything, opening = words, words.marks(frame(model))[0]
+    everything, opening = words, words.marks(model)[0]
     if len(words.ids_V) == model.vocabulary:  # which words are used is not known
         named_V = torch.unique(torch.cat([part.word_M for part in exact]))
         index_V = torch.full((len(words.ids_V),), -1)
         index_V[named_V] = torch.arange(len(named_V))
         words = replace(words, ids_V=words.ids_V[named_V])
         exact = [part._replace(word_M=index_V[part.word_M]) for part in exact]
-        opening = words.marks(frame(model))[0]
+        opening = words.marks(model)[0]
     chains = Chains(bins, words, everything, known, exact, table, opening)
     chains.grow_()
     numbers["tokens read"] = len(chains.tree.words) - 1

@@ -6,7 +6,8 @@ input of token i. The weights c_i are not known. A norm without bias leaves noth
 1), so what a bin has there is its noise: of rounding, of a cast, of what the client added.
 
 Outside the tag's numbers x_i depends on word and place alone, so a bin is a sum of few rows of a
-known table, up to a constant. Pursuit finds them. The rows are much alike, and are whitened before:
+known table, up to a constant. Orthogonal matching pursuit (Pati et al. 1993) finds them, of many
+bins at once. The rows are much alike, and are whitened before:
 else pursuit takes what is between two rows first.
 
 Shapes: N bins, D hidden size, K numbers of a tag, V words, T places, L numbers outside the tag, A
@@ -14,15 +15,16 @@ rows of the table, R picks.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fedleak.attacks.analytic.embedding_rows import used_rows
-from fedleak.attacks.imprinted import pursuit
-from fedleak.attacks.matching.batch_structure import Frame
+from fedleak.attacks.matching.batch_structure import frame
 from fedleak.models import LanguageModel
 from fedleak.models.family import TokenTable
 from fedleak.server_modes.imprint import Planted
@@ -44,7 +46,7 @@ _NEIGHBOURS = 31
 _FLATTEST = 1e-4
 """Whitening raises no direction whose variance is below this share of the largest one's."""
 
-_SAMPLE = 4096
+SAMPLE = 4096
 """Rows of the table whose covariance is taken."""
 
 _PLACES = 40
@@ -52,6 +54,11 @@ _PLACES = 40
 
 _AT_ONCE = 20_000_000
 """Numbers of a table of scores."""
+
+
+Best = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(the numbers of sums [X], what is left of them [X, L]) -> the rows that are nearest to that, as
+numbers [X] and as they are [X, L]."""
 
 
 class Bins(NamedTuple):
@@ -108,7 +115,7 @@ def read_bins(gradient_ND: Tensor, planted: Planted | Sectors) -> Bins:
 def _around(value_N: Tensor) -> Tensor:
     """Returns the sum over the neighbours of each number, and itself."""
     window = value_N.new_ones(1, 1, 2 * _NEIGHBOURS + 1)
-    sums_N: Tensor = torch.nn.functional.conv1d(value_N[None, None], window, padding=_NEIGHBOURS)
+    sums_N: Tensor = F.conv1d(value_N[None, None], window, padding=_NEIGHBOURS)
     return sums_N[0, 0]
 
 
@@ -149,10 +156,10 @@ class Words:
         word_V = torch.arange(len(self.ids_V))
         return self.rows(word_V, torch.zeros_like(word_V))
 
-    def marks(self, frame: Frame) -> tuple[int | None, int | None]:
+    def marks(self, model: LanguageModel) -> tuple[int | None, int | None]:
         """Returns the words, as indices, that begin and end every text, if these are known."""
         ids = self.ids_V.tolist()
-        first, last = (ends[0] if len(ends) == 1 else None for ends in frame)
+        first, last = (ends[0] if len(ends) == 1 else None for ends in frame(model))
         return (
             ids.index(first) if first in ids else None,
             ids.index(last) if last in ids else None,
@@ -164,6 +171,40 @@ class Words:
         place_A = torch.arange(self.places).repeat(words)
         word_A = torch.arange(words).repeat_interleave(self.places)
         return self.rows(word_A, place_A).reshape(words, self.places, -1)
+
+
+@torch.no_grad()
+def pursue(sum_NL: Tensor, enough_N: Tensor, most: int, best: Best) -> Tensor:
+    """Returns the numbers of the few rows [N, R] that explain each sum; -1: no more was needed.
+
+    If the same row is nearest to a sum twice, the sum is left as it is then.
+
+    Args:
+        sum_NL: The sums.
+        enough_N: A sum is explained when no more than this is left of it.
+        most: R, the largest number of rows.
+        best: Finds the next row of each.
+    """
+    rest_NL = sum_NL.clone()
+    basis_NRL = rest_NL.new_zeros(len(rest_NL), most, rest_NL.shape[1])
+    row_NR = torch.full((len(rest_NL), most), -1)
+    live_X = torch.arange(len(rest_NL))
+    for pick in range(most):
+        live_X = live_X[rest_NL[live_X].norm(dim=1) > enough_N[live_X]]
+        if not len(live_X):
+            break
+        row_X, row_XL = best(live_X, rest_NL[live_X])
+        new_X = (row_NR[live_X] != row_X[:, None]).all(1)
+        live_X, row_XL = live_X[new_X], row_XL[new_X]
+        row_NR[live_X, pick] = row_X[new_X]
+        basis_XRL = basis_NRL[live_X]
+        for _ in range(2):  # twice is enough (Giraud et al. 2005)
+            inner_XR = torch.einsum("xl,xrl->xr", row_XL, basis_XRL)
+            row_XL = row_XL - torch.einsum("xr,xrl->xl", inner_XR, basis_XRL)
+        basis_NRL[live_X, pick] = row_XL = F.normalize(row_XL, dim=1)
+        rest_XL = rest_NL[live_X]
+        rest_NL[live_X] = rest_XL - (rest_XL * row_XL).sum(1, keepdim=True) * row_XL
+    return row_NR
 
 
 class Picked(NamedTuple):
@@ -178,17 +219,17 @@ class Picked(NamedTuple):
 
 
 @torch.no_grad()
-def pick(bins: Bins, words: Words, outside: slice, rng: torch.Generator) -> Picked:
+def pick(bins: Bins, words: Words, size: int, rng: torch.Generator) -> Picked:
     """Returns the few words and places that explain each bin best, outside the tag's numbers.
 
     Args:
         bins: The bins.
         words: What they may hold.
-        outside: The numbers outside the tag.
+        size: Numbers of the tag: the first ones.
         rng: For a sample of the table.
     """
-    vocabulary, places = len(words.ids_V), words.places
-    sample_A = torch.randint(vocabulary * places, (_SAMPLE,), generator=rng)
+    vocabulary, places, outside = len(words.ids_V), words.places, slice(size, None)
+    sample_A = torch.randint(vocabulary * places, (SAMPLE,), generator=rng)
     sample_AL = words.rows(sample_A // places, sample_A % places)[:, outside]
     constant_L = torch.ones(sample_AL.shape[1])
     white_LL = whitening(sample_AL, bins.noise() * float(sample_AL.norm(dim=1).mean()))
@@ -206,7 +247,7 @@ def pick(bins: Bins, words: Words, outside: slice, rng: torch.Generator) -> Pick
         row_XL = words.rows(word_X, place_X)[:, outside] @ apart_LL
         return word_X * places + place_X, row_XL
 
-    row_NR = pursuit.pursue(sum_NL, enough_N, PICKS, best)
+    row_NR = pursue(sum_NL, enough_N, PICKS, best)
     none_NR = row_NR < 0
     return Picked(
         (row_NR // places).masked_fill(none_NR, -1), (row_NR % places).masked_fill(none_NR, -1)
@@ -253,8 +294,8 @@ class _Scores(NamedTuple):
         constant_L = directions.constant_CD[:, outside].sum(0).cpu() @ map_LL
         ids_A = words.ids_V.repeat_interleave(places).to(device)
         place_A = torch.arange(places, device=device).repeat(len(words.ids_V))
-        starts = range(0, len(ids_A), _SAMPLE)
-        parts = ((ids_A[a : a + _SAMPLE], place_A[a : a + _SAMPLE]) for a in starts)
+        starts = range(0, len(ids_A), SAMPLE)
+        parts = ((ids_A[a : a + SAMPLE], place_A[a : a + SAMPLE]) for a in starts)
         sigma_A = torch.cat([words.table.scale(*part) for part in parts])
         sigma_VT = sigma_A.reshape(-1, places).cpu()
         both_VT = word_VL @ position_TL.T

@@ -90,15 +90,11 @@ class Checksum:
         own_TK = self.part_VTK[list(words), torch.arange(length)]
         change_XK = ((self.part_VTK[:, :length] - own_TK) / length).reshape(-1, size).double()
         moment_KK = change_XK.T @ change_XK / len(change_XK)
-        return sum(
-            expected(
-                math.log(math.comb(length, changes)) + changes * math.log(vocabulary),
-                moment_KK,
-                changes,
-                radius,
-            )
-            for changes in range(1, min(_CHANGES, length) + 1)
-        )
+        total = 0.0
+        for changes in range(1, min(_CHANGES, length) + 1):
+            log_texts = math.log(math.comb(length, changes)) + changes * math.log(vocabulary)
+            total += expected(log_texts, moment_KK, changes, radius)
+        return total
 
 
 def expected(log_texts: float, moment_KK: Tensor, changes: int, radius: float) -> float:

@@ -30,10 +30,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedleak.attacks import AttackSetting, certificate
-from fedleak.attacks.imprinted.answer import NO_TOKEN, answered, not_sent, not_served
+from fedleak.attacks.imprinted.answer import NO_TOKEN, answered, not_served
 from fedleak.attacks.imprinted.bins import Words, read_bins
 from fedleak.attacks.imprinted.checksum import Text
-from fedleak.attacks.matching.batch_structure import frame
 from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.models import LanguageModel
 from fedleak.models.family import TokenTable
@@ -64,14 +63,13 @@ class DecepticonsReader:
                 "needs a loss at each token, and the loss counts responses alone: let the server "
                 "use server.mode = 'imprint', or leave model.response_template out"
             )
-        return not_sent(setting)
+        return setting.lacks(setting.family.modules(0)["f"][0])
 
     def reads(self, setting: AttackSetting) -> frozenset[str]:
         """Reads the first feed-forward matrices, both embeddings, and the classifier."""
         family = setting.family
-        first = (family.modules(layer)["f"][0] for layer in range(setting.num_layers))
-        names = (*first, family.word_embedding, family.position_embedding, *family.classifier)
-        return frozenset(name for name in names if name is not None)
+        first = {family.modules(layer)["f"][0] for layer in range(setting.num_layers)}
+        return setting.tables | first | {*family.classifier}
 
     @torch.no_grad()
     def __call__(
@@ -89,7 +87,7 @@ class DecepticonsReader:
         words = Words.of(model, seen, table)
         fit_CT, word_CT = _fits(input_CD[:, known.tag : -1], words, table, known.tag)
         clusters = list(_clusters(input_CD[:, : known.tag], seen.update.num_examples))
-        opening, closing = words.marks(frame(model))
+        opening, closing = words.marks(model)
         texts = [
             _text(fit_CT[cluster_C], word_CT[cluster_C], opening, closing) for cluster_C in clusters
         ]

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedleak.attacks.imprinted.bins import ROUNDING, Bins, Words, whitening
-from fedleak.attacks.imprinted.pursuit import pursue
+from fedleak.attacks.imprinted.bins import ROUNDING, SAMPLE, Bins, Words, pursue, whitening
 from fedleak.attacks.imprinted.tags import SIGMAS, Tags
 from fedleak.server_modes.imprint import Planted
 
@@ -27,9 +26,6 @@ MOST = 100_000_000
 
 _PICKS = 12
 """Tokens of a bin."""
-
-_SAMPLE = 4096
-"""Inputs whose covariance is taken."""
 
 CLEAR = 3.0
 """A token is in a bin if it is so many times larger there than what may be left of the bin."""
@@ -90,7 +86,7 @@ class _Inputs:
         probed_VTS -= mean_VTS * planted.probe_D.sum()
         self.probed_VTS = probed_VTS.div_(self.sigma_VTS)
         """Where the probe puts each of them."""
-        sample_C = torch.randint(self.probed_VTS.numel(), (_SAMPLE,), generator=rng)
+        sample_C = torch.randint(self.probed_VTS.numel(), (SAMPLE,), generator=rng)
         self.white_DD = whitening(self.rows(sample_C), noise * math.sqrt(width))
         """What makes inputs as little alike as it can."""
         square_VTS = self._inner(self.white_DD @ self.white_DD, mean_VTS)

@@ -17,6 +17,7 @@ from torch import Tensor
 from fedleak.attacks.analytic.embedding_rows import longest_sequence, used_rows
 from fedleak.attacks.analytic.label_counts import label_counts
 from fedleak.attacks.certificate import as_gradient
+from fedleak.attacks.reconstruction import Ids
 from fedleak.attacks.subspace.span import row_space
 from fedleak.attacks.subspace.token_bag import read_token_bag
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel
@@ -36,7 +37,7 @@ class Clues:
     """
 
     tokens: tuple[int, ...] | None = None
-    sequences: tuple[tuple[int, ...], ...] = ()
+    sequences: tuple[Ids, ...] = ()
 
 
 NO_CLUES = Clues()
@@ -54,14 +55,14 @@ class Shape:
 
     lengths: tuple[int, ...]
     labels: tuple[int, ...]
-    begin: tuple[tuple[int, ...], ...] = ()
+    begin: tuple[Ids, ...] = ()
 
 
 class Frame(NamedTuple):
     """The special tokens that begin and end every sequence."""
 
-    first: tuple[int, ...]
-    last: tuple[int, ...]
+    first: Ids
+    last: Ids
 
 
 class Shapes(NamedTuple):
@@ -110,7 +111,7 @@ def shapes(
     return Shapes(begun, certain)
 
 
-def _with_guesses(shape: Shape, sequences: Sequence[tuple[int, ...]]) -> Shape:
+def _with_guesses(shape: Shape, sequences: Sequence[Ids]) -> Shape:
     """Returns a shape that begins with guesses of its lengths, each used once."""
     waiting, begin = list(sequences), []
     for length in shape.lengths:
@@ -184,7 +185,7 @@ class Rows:
         places: list[int] = (~self.fixed_RBT[r, b]).nonzero()[:, 0].tolist()
         return places
 
-    def sequences(self, r: int, ids_BT: Tensor) -> list[tuple[int, ...]]:
+    def sequences(self, r: int, ids_BT: Tensor) -> list[Ids]:
         """Returns the token ids of row r without padding."""
         lengths = (self.mask_RBT[r].sum(-1) * (self.weights_RB[r] > 0)).tolist()
         return [tuple(ids_T[:n].tolist()) for ids_T, n in zip(ids_BT, lengths, strict=True) if n]

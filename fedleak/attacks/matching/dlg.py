@@ -31,20 +31,12 @@ class Dlg(GradientMatching):
         """Returns algorithm 1 of the paper, or our own search."""
         if self.faithful:
             config = self.authors_constants().shortened(self.steps)
-            return MatchingMethod(
-                algorithm=match_gradients, config=config, free_config=config, loss=self.loss
-            )
+            return MatchingMethod(match_gradients, config, config, self.loss)
         known, free = (
             replace(preset.shortened(self.steps), discrete_at="never", lm_weight=0.0)
             for preset in (relaxed_tokens.BEST, relaxed_tokens.BEST_FREE)
         )
-        return MatchingMethod(
-            algorithm=relaxed_tokens.reconstruct,
-            config=known,
-            free_config=free,
-            loss=self.loss,
-            scaled=True,
-        )
+        return MatchingMethod(relaxed_tokens.reconstruct, known, free, self.loss, scaled=True)
 
     def authors_constants(self) -> MatchingConfig:
         """Returns the constants of LAMP's authors for this attack."""

@@ -29,7 +29,7 @@ from fedleak.attacks.matching.gradient_distance import Loss
 from fedleak.attacks.matching.objective import Objective, joint_objective
 from fedleak.attacks.matching.optimizer import Descent, Found, MatchingConfig, Search, Watch
 from fedleak.attacks.matching.victims import Victim, alike, victim_of
-from fedleak.attacks.reconstruction import Reconstruction, Status, tokens_of
+from fedleak.attacks.reconstruction import Ids, Reconstruction, Status, tokens_of
 from fedleak.attacks.subspace.answer import Reading
 from fedleak.models import LanguageModel
 from fedleak.models import prior as priors
@@ -60,7 +60,7 @@ _CHANCE = 0.5
 """Lengths that were only tried are believed below this share of a random text's distance."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class MatchingMethod:
     """How an attack matches gradients.
 
@@ -260,14 +260,7 @@ class GradientMatching(ABC):
             victims.items(), guesses, apart_U, chance_U, strict=True
         ):
             sequences = tuple(objective.rows.sequences(best.row_index, best.ids_BT))
-            reconstruction = answer(
-                victim,
-                model,
-                sequences,
-                apart=float(apart),
-                chance=float(chance),
-                clock=clock,
-            )
+            reconstruction = answer(victim, model, sequences, float(apart), float(chance), clock)
             late = watch.late() | clock.late()
             matches[number] = Reading(reconstruction.with_diagnostics(**late), sequences)
         return matches
@@ -357,8 +350,7 @@ def by_chance(objective: Objective, victims: int) -> list[Found]:
 def answer(
     victim: Victim,
     model: LanguageModel,
-    sequences: Sequence[tuple[int, ...]],
-    *,
+    sequences: Sequence[Ids],
     apart: float,
     chance: float,
     clock: Clock,

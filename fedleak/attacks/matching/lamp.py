@@ -97,14 +97,8 @@ class Lamp(GradientMatching):
             if self.loss != "cos":
                 known = replace(known, lm_weight=60.0, norm_weight=25.0)
             free = known
-        return MatchingMethod(
-            algorithm=algorithm,
-            config=self._config(known),
-            free_config=self._config(free),
-            loss=self.loss,
-            scaled=True,
-            prior=self.prior,
-        )
+        known, free = self._config(known), self._config(free)
+        return MatchingMethod(algorithm, known, free, self.loss, scaled=True, prior=self.prior)
 
     def _config(self, preset: MatchingConfig) -> MatchingConfig:
         """Returns a preset with the settings of this attack in it."""

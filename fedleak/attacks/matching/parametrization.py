@@ -92,9 +92,9 @@ class FreeEmbeddings:
 
     def scaled(self, variables_RBTD: Tensor) -> Tensor:
         """Returns vectors of length `norm`."""
-        return (
-            variables_RBTD if self.norm is None else self.norm * F.normalize(variables_RBTD, dim=-1)
-        )
+        if self.norm is None:
+            return variables_RBTD
+        return self.norm * F.normalize(variables_RBTD, dim=-1)
 
     def guess(self, rows: Rows, variables_RKBTF: Tensor) -> Guess:
         """Returns the vectors themselves, and the embeddings of tokens that are known."""

@@ -157,7 +157,7 @@ def _referred(
     if reason is not None:
         return replace(answer, reason=f"no score lira: {reason}")
     lira_K = lira(model, seen, candidates.listed, candidates.public, references, rng)
-    return replace(answer, scores={**(answer.scores or {}), "lira": tuple(lira_K.tolist())})
+    return replace(answer, scores={**answer.scores, "lira": tuple(lira_K.tolist())})
 
 
 def losses(model: LanguageModel, examples: Sequence[Example]) -> Tensor:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fedleak.attacks import OneByOne, Progress, Show
-from fedleak.attacks.certificate import Member, Verdict
+from fedleak.attacks.certificate import NOTHING_PROVED, Member, Verdict
 from fedleak.attacks.clock import Clock
-from fedleak.attacks.reconstruction import Reconstruction, Status, tokens_of
+from fedleak.attacks.reconstruction import Ids, Reconstruction, Status, tokens_of
 from fedleak.attacks.subspace.span import LayerSpans, margin
 from fedleak.models import LanguageModel
 from fedleak.models.family import FirstBlock
@@ -28,7 +28,7 @@ class Judged:
         rejected: The smallest residual of a sequence that did not pass in its place.
     """
 
-    ids: tuple[int, ...]
+    ids: Ids
     excess: float
     rejected: float
 
@@ -47,7 +47,7 @@ class Reading(NamedTuple):
     """
 
     answer: Reconstruction
-    sequences: tuple[tuple[int, ...], ...] = ()
+    sequences: tuple[Ids, ...] = ()
     members: tuple[Member, ...] = ()
     tokens: tuple[int, ...] = ()
     scale: float = 1.0
@@ -167,16 +167,46 @@ def recovered(
         verdict: Of the batch that they make up.
         tokens: The token bag, in rising order; None: the tokens of the sequences.
         diagnostics: How it went, without the verdict.
-        reason: Why nothing is proved; empty if something is.
+        reason: Why nothing is proved, if nothing is.
     """
-    texts = tuple(sequence.ids for sequence in sequences)
+    return answer_of(
+        [sequence.ids for sequence in sequences],
+        [sequence.excess for sequence in sequences],
+        verdict,
+        margins=[margin(sequence.excess, sequence.rejected) for sequence in sequences],
+        tokens=tokens,
+        diagnostics=diagnostics,
+        reason=reason,
+    )
+
+
+def answer_of(
+    sequences: Sequence[Ids],
+    evidence: Iterable[float],
+    verdict: Verdict = NOTHING_PROVED,
+    *,
+    margins: Iterable[float | None] = (),
+    tokens: Iterable[int] | None = None,
+    diagnostics: Mapping[str, Any],
+    reason: str,
+) -> Reconstruction:
+    """Returns the answer that consists of sequences.
+
+    Args:
+        sequences: Best first.
+        evidence, margins: Of each, as in a `Reconstruction`.
+        verdict: Of the batch that they make up.
+        tokens: The token bag, in rising order; None: the tokens of the sequences.
+        diagnostics: How it went, without the verdict.
+        reason: Why nothing is proved, if nothing is.
+    """
     return Reconstruction(
         status=Status.RECOVERED,
-        sequences=texts,
-        evidence=tuple(sequence.excess for sequence in sequences),
-        margins=tuple(margin(sequence.excess, sequence.rejected) for sequence in sequences),
-        tokens=tokens_of(texts) if tokens is None else tuple(tokens),
+        sequences=tuple(sequences),
+        evidence=tuple(evidence),
+        margins=tuple(margins),
+        tokens=tokens_of(sequences) if tokens is None else tuple(tokens),
         diagnostics={**diagnostics, **verdict.diagnostics()},
         verified=verdict.verified,
-        reason=reason or verdict.remark(),
+        reason=verdict.remark() if verdict.verified else reason,
     )

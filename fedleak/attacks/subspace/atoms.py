@@ -16,6 +16,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from fedleak.attacks.reconstruction import Ids
 from fedleak.attacks.subspace.span import ACCEPT, Span, row_space
 from fedleak.attacks.subspace.token_bag import TokenBag, pairs, read_token_bag
 from fedleak.models import LanguageModel
@@ -63,7 +64,6 @@ class Atoms(Targets):
 
     Attributes:
         bag_A: The token of each atom, as an index of the bag.
-        token_A: The token of each atom, as an id.
         position_A: The position of each atom.
         vector_HAK: The keys of each atom (heads of query gradients), then its queries (heads of key
             gradients).
@@ -73,13 +73,17 @@ class Atoms(Targets):
     """
 
     bag_A: Tensor
-    token_A: Tensor
     position_A: Tensor
     vector_HAK: Tensor
     of_keys_H: Tensor
     causal: bool
     first: int | None
     last: int | None
+
+    @cached_property
+    def token_A(self) -> Tensor:  # noqa: N802
+        """The token of each atom, as an id."""
+        return self.bag.tokens_N[self.bag_A]
 
     @property
     def begin(self) -> int:
@@ -138,7 +142,7 @@ class Atoms(Targets):
             whole_X &= self.token_A[members_XM.gather(-1, last_X1)[..., 0]] == self.last
         return whole_X
 
-    def ids(self, members_M: Tensor) -> tuple[int, ...]:
+    def ids(self, members_M: Tensor) -> Ids:
         """Returns the tokens of the members in the order of their positions."""
         order_M = self.position_A[members_M].argsort()
         return tuple(self.token_A[members_M[order_M]].tolist())
@@ -239,7 +243,6 @@ def atoms_of(
         span=span,
         noise=noises(model, bag, gradients),
         bag_A=bag_A,
-        token_A=bag.tokens_N[bag_A],
         position_A=position_A,
         # No atom explains anything in rows that did not come.
         vector_HAK=vector_HAK * target_NHK.any(0)[:, None],

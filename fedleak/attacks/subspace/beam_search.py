@@ -11,7 +11,7 @@ set, C children of a set, B beams of all seeds; X: any axes.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from fedleak.attacks.subspace.answer import Judged
 from fedleak.attacks.subspace.atoms import NOTHING, Atoms
 from fedleak.attacks.subspace.span import ACCEPT
 
-WORTH_A_LOOK = 5 * ACCEPT
+_WORTH_A_LOOK = 5 * ACCEPT
 """The beam's own residual, in float32, below which the exact residual is computed."""
 
 SQUARED_ROUNDING = 1e-13
@@ -32,7 +32,7 @@ _PARALLEL = 1e-6
 """Squared norm, of an average 1, below which an atom is taken to lie in the members' span."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Spanned(Judged):
     """A sentence that spans a seed's gradient, or comes nearest.
 
@@ -41,9 +41,11 @@ class Spanned(Judged):
 
     Attributes:
         seed: Index of the seed in the bag.
+        members_M: Its atoms; None: it was not made of atoms.
     """
 
     seed: int
+    members_M: Tensor | None = field(default=None, compare=False)
 
     @property
     def passed(self) -> bool:
@@ -60,11 +62,11 @@ def read_seeds(atoms: Atoms, seeds: Sequence[int], width: int, clock: Clock) -> 
         nearest_S = rest_SW.argmin(1).tolist()
         for i in list(best):
             w = nearest_S[i]
-            if rest_SW[i, w] < WORTH_A_LOOK:
+            if rest_SW[i, w] < _WORTH_A_LOOK:
                 kept, own, rejected = needed(atoms, seeds[i], members_SWM[i, w], at_SW[i, w], clock)
                 if own < atoms.accepts(kept) and atoms.whole(kept):
                     del best[i]
-                    yield Spanned(ids=atoms.ids(kept), excess=own, rejected=rejected, seed=seeds[i])
+                    yield Spanned(atoms.ids(kept), own, rejected, seeds[i], kept)
                     continue
             rest_W = rest_SW[i].masked_fill(~whole_SW[i], math.inf)
             if rest_W.min() < best[i][0]:
@@ -75,7 +77,7 @@ def read_seeds(atoms: Atoms, seeds: Sequence[int], width: int, clock: Clock) -> 
             break
     for i, (rest, members_M) in best.items():
         if math.isfinite(rest):
-            yield Spanned(ids=atoms.ids(members_M), excess=rest, rejected=0.0, seed=seeds[i])
+            yield Spanned(atoms.ids(members_M), rest, 0.0, seeds[i], members_M)
 
 
 def needed(

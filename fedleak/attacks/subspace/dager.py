@@ -20,7 +20,6 @@ T tokens of a prefix, D hidden size, H heads, K head size, S sketch columns; X: 
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
@@ -156,21 +155,15 @@ class Dager(Reader):
         # Only the gradient tells a sequence that begins another, or that occurs twice.
         known = {sentence.ids for sentence in sentences}
         begun = [
-            replace(_nearest_beginning_with(ids, sentences), ids=ids)
+            replace(min(beginning_so, key=by_excess), ids=ids)
             for ids in verdict.repeats
             if ids not in known
+            for beginning_so in [[text for text in sentences if text.ids[: len(ids)] == ids]]
         ]
         # Noise lets any number of them pass.
         sequences = ranked([*sentences, *begun], verdict, seen.update.num_examples)
         reason = "" if passed else "nothing proved: these are the likeliest sequences"
         return Reading.of(recovered(sequences, verdict, diagnostics=diagnostics, reason=reason))
-
-
-def _nearest_beginning_with(ids: tuple[int, ...], sentences: Iterable[Judged]) -> Judged:
-    """Returns the nearest sequence that begins with these tokens."""
-    return min(
-        (sentence for sentence in sentences if sentence.ids[: len(ids)] == ids), key=by_excess
-    )
 
 
 def candidates(

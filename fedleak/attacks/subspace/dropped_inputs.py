@@ -33,7 +33,7 @@ from torch import Tensor
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.subspace.answer import OnJudged
 from fedleak.attacks.subspace.atoms import Atoms, atoms_of
-from fedleak.attacks.subspace.beam_search import WORTH_A_LOOK, Spanned, grow, needed
+from fedleak.attacks.subspace.beam_search import Spanned, read_seeds
 from fedleak.attacks.subspace.span import ACCEPT, Span, row_space
 from fedleak.attacks.subspace.token_bag import TokenBag
 from fedleak.models import LanguageModel
@@ -160,9 +160,8 @@ def find_inputs(
     table = model.family.token_table(model.module)
     ids_C = words_V.repeat_interleave(places)
     place_C = torch.arange(places, device=words_V.device).repeat(len(words_V))
-    if not model.family.causal:
-        first_C = (ids_C == model.tokenizer.cls_token_id) == (place_C == 0)
-        ids_C, place_C = ids_C[first_C], place_C[first_C]
+    first_C = (ids_C == model.tokenizer.cls_token_id) == (place_C == 0)
+    ids_C, place_C = ids_C[first_C], place_C[first_C]
     x_CD = table(ids_C, place_C).double()
     masks: dict[int, list[Tensor]] = defaultdict(list)
     waiting = span.excess(x_CD).argsort().tolist()
@@ -252,9 +251,6 @@ def make_dropped(
         tokens_N=inputs.ids_N,
         positions=int(inputs.place_N.max()) + 1,
         basis_MD=inputs.x_ND,
-        worst_accepted=0.0,
-        best_rejected=float("inf"),
-        exact=True,
     )
     every_A = torch.arange(len(inputs.ids_N), device=inputs.ids_N.device)
     x_AD = inputs.x_ND.to(model.family.token_table(model.module).token_VD.dtype)
@@ -280,9 +276,9 @@ def group(atoms: Atoms, width: int, clock: Clock, tell: OnJudged) -> tuple[list[
         if marks_N[seed] or not free_N[seed]:
             continue
         index_A = free_N.nonzero()[:, 0]
-        spanning = _text(_only(atoms, index_A), seed, width, clock)
-        if spanning is not None:
-            text, members_M = spanning[0], index_A[spanning[1]]
+        text = next(read_seeds(_only(atoms, index_A), [seed], width, clock), None)
+        if text is not None and text.passed:
+            members_M = index_A[text.members_M]
             texts.append(text)
             free_N[members_M] = False
             words = [at for at in members_M if not marks_N[at]]
@@ -291,29 +287,11 @@ def group(atoms: Atoms, width: int, clock: Clock, tell: OnJudged) -> tuple[list[
     return texts, agree and not free_N.any()
 
 
-def _text(atoms: Atoms, seed: int, width: int, clock: Clock) -> tuple[Spanned, Tensor] | None:
-    """Returns the text of a seed, and its atoms; None if no set of them spans its gradients."""
-    seeds_S = torch.tensor([seed], device=atoms.bag_A.device)
-    for members_SWM, at_SW, rest_SW in grow(atoms, seeds_S, width):
-        best = int(rest_SW[0].argmin())
-        if rest_SW[0, best] < WORTH_A_LOOK:
-            members_M, excess, rejected = needed(
-                atoms, seed, members_SWM[0, best], at_SW[0, best], clock
-            )
-            if rejected and excess < ACCEPT and atoms.whole(members_M):
-                ids = atoms.ids(members_M)
-                return Spanned(ids=ids, excess=excess, rejected=rejected, seed=seed), members_M
-        if clock.up():
-            break
-    return None
-
-
 def _only(atoms: Atoms, index_A: Tensor) -> Atoms:
     """Returns some of the atoms; tokens of the bag keep their numbers."""
     return replace(
         atoms,
         bag_A=atoms.bag_A[index_A],
-        token_A=atoms.token_A[index_A],
         position_A=atoms.position_A[index_A],
         vector_HAK=atoms.vector_HAK[:, index_A],
     )

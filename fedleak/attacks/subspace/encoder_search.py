@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fedleak.attacks.clock import Clock
+from fedleak.attacks.reconstruction import Ids
 from fedleak.attacks.subspace.answer import Judged, SpanSearch, by_excess
 from fedleak.attacks.subspace.span import ACCEPT, SKETCH, LayerSpans
 from fedleak.models.family import FirstBlock
@@ -62,7 +63,7 @@ def search_sentences(search: SpanSearch, end: int, effort: Effort) -> list[Judge
         if end in ids_at_end and last
     ]
     of_lengths = [choices for choices in of_lengths if all(len(ids) for ids in choices)]
-    passing: dict[tuple[int, ...], Judged] = {}
+    passing: dict[Ids, Judged] = {}
     nearest: list[Judged] = []
     for done, of_length in enumerate(of_lengths):
         # Every dimension of the second layer's inputs is accounted for, or time is up.
@@ -100,7 +101,7 @@ def search_length(
         return [sentence for sentence in tried if sentence.excess < ACCEPT], min(
             tried, key=by_excess
         )
-    passing: dict[tuple[int, ...], Judged] = {}
+    passing: dict[Ids, Judged] = {}
     picks_RT, cost_R = sentences.descend(sentences.start([], effort.searches, rng), rng, clock)
     best, stale = Judged((), math.inf, math.inf), 0
     while True:
@@ -160,11 +161,11 @@ class Sentences:
         ranges = [torch.arange(len(ids), device=ids.device) for ids in self.slots]
         return torch.cartesian_prod(*ranges).reshape(-1, len(self.slots))
 
-    def ids(self, picks_T: Tensor) -> tuple[int, ...]:
+    def ids(self, picks_T: Tensor) -> Ids:
         """Returns the tokens of a sentence."""
         return tuple(int(ids[p]) for ids, p in zip(self.slots, picks_T.tolist(), strict=True))
 
-    def start(self, known: list[tuple[int, ...]], searches: int, rng: torch.Generator) -> Tensor:
+    def start(self, known: list[Ids], searches: int, rng: torch.Generator) -> Tensor:
         """Returns random picks [R, T] that favour candidates which no known sentence uses."""
         picks = []
         for t, ids in enumerate(self.slots):

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from fedleak.attacks import AttackSetting, Show, certificate
 from fedleak.attacks.clock import Clock
-from fedleak.attacks.reconstruction import Reconstruction, Status
+from fedleak.attacks.reconstruction import Ids, Reconstruction, Status
 from fedleak.attacks.subspace.answer import (
     Judged,
     OnJudged,
@@ -112,12 +112,10 @@ class Keyspan(Reader):
         a classifier also the last block, which groups words if pruning hides queries.
         """
         family = setting.family
-        places = () if family.position_embedding is None else (family.position_embedding,)
-        tables = (family.word_embedding, *places)
         last = family.modules(setting.num_layers - 1)
         pooled = [name for letter in "ofp" for name in last.get(letter, ())]
         pooled = pooled if setting.task == CLASSIFICATION else []
-        return frozenset((*family.attention_parameters(0), *family.classifier, *tables, *pooled))
+        return setting.tables | {*family.attention_parameters(0), *family.classifier, *pooled}
 
     @torch.no_grad()
     def reading(
@@ -134,7 +132,7 @@ class Keyspan(Reader):
         most = len(_RUNS) if rotary else _TRIES
         among_N, effort = _looked_up(model, observed), 1
         passes: list[Targets] = []
-        passed: dict[tuple[int, ...], Judged] = {}
+        passed: dict[Ids, Judged] = {}
         nearest: list[Spanned] = []
         proofs: list[certificate.Proof] = []
         counted = certificate.Counted([], 1.0)
@@ -252,7 +250,7 @@ def read_sentences(
         ids = atoms.ids(torch.arange(atoms.positions, device=atoms.token_A.device))
         excess, rejected = atoms.bag.worst_accepted, atoms.bag.best_rejected
         return [Spanned(ids=ids, excess=excess, rejected=rejected, seed=seeds[0])], []
-    passed: dict[tuple[int, ...], Spanned] = {}
+    passed: dict[Ids, Spanned] = {}
     nearest: list[Spanned] = []
     tokens, waiting = atoms.bag.tokens_N.tolist(), seeds
     together = 1 if atoms.token_A.is_cpu else _TOGETHER

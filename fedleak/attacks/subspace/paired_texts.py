@@ -14,11 +14,10 @@ from collections import Counter
 import torch
 
 from fedleak.attacks.clock import Clock
+from fedleak.attacks.reconstruction import Ids
 from fedleak.attacks.subspace.answer import Judged, OnJudged
 from fedleak.attacks.subspace.atoms import Atoms
 from fedleak.attacks.subspace.pooled_span import SIGMAS, PooledSpan
-
-Ids = tuple[int, ...]
 
 _STALE = 40
 """Climbs in a row that find no new text, before the search ends."""

@@ -36,9 +36,8 @@ from torch import Tensor, nn
 
 from fedleak.attacks.certificate import lacks_numbers
 from fedleak.attacks.listening import listening
+from fedleak.attacks.reconstruction import Ids
 from fedleak.models import LanguageModel, pad
-
-Ids = tuple[int, ...]
 
 _DIRECTIONS = 100.0
 """k: directions in which wrong words move an input."""

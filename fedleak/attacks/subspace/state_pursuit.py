@@ -38,6 +38,7 @@ from torch.nn import functional as F
 
 from fedleak.attacks import AttackSetting, Show, certificate, replay
 from fedleak.attacks.clock import UNLIMITED, Clock
+from fedleak.attacks.reconstruction import Ids
 from fedleak.attacks.subspace.answer import Judged, Reader, Reading, ranked, recovered, telling
 from fedleak.attacks.subspace.update_evidence import (
     NEVER,
@@ -144,7 +145,7 @@ class StatePursuit(Reader):
         wanted, texts = seen.update.num_examples, list[Judged]()
         proves = partial(_proves, model, seen, clock) if wanted == 1 else None
 
-        def sought(beside: Sequence[Judged], *known: tuple[int, ...]) -> Judged:
+        def sought(beside: Sequence[Judged], *known: Ids) -> Judged:
             search = _Search(model, update, beside, longest, proves)
             return search.mended(search.best(self.width, clock, *known), clock)
 
@@ -185,7 +186,7 @@ class _Beam(NamedTuple):
         hints_NV: What speaks for each next token.
     """
 
-    ids: list[tuple[int, ...]]
+    ids: list[Ids]
     support_N: Tensor
     parts_LNKD: Tensor
     share_LN: Tensor
@@ -202,7 +203,7 @@ class _Search:
         update: UpdateEvidence,
         beside: Sequence[Judged],
         longest: int,
-        proves: Callable[[tuple[int, ...]], bool] | None,
+        proves: Callable[[Ids], bool] | None,
     ) -> None:
         """Takes what tells whether a text is the whole update; None for a text of a batch."""
         self._update, self._longest = update, longest
@@ -215,7 +216,7 @@ class _Search:
             _, gradients = update.gradients([text.ids])
             self._beside = [a + b for a, b in zip(self._beside, gradients, strict=True)]
 
-    def best(self, width: int, clock: Clock, *known: tuple[int, ...]) -> tuple[int, ...]:
+    def best(self, width: int, clock: Clock, *known: Ids) -> Ids:
         """Returns the text of the best score among known ones and those of a beam, closed."""
         beam = self._begun()
         ended, most, stale = {ids: float(self._scores([ids])) for ids in known}, -math.inf, 0
@@ -345,7 +346,7 @@ class _Search:
         more_M = (after_LM - before_LM).clamp_min(0).log1p().mean(0)
         return _LAYERS * more_M, parts_LMD, share_LM
 
-    def mended(self, ids: tuple[int, ...], clock: Clock) -> Judged:
+    def mended(self, ids: Ids, clock: Clock) -> Judged:
         """Returns a closed text after single changes that explain more, the best one first."""
         score = float(self._scores([ids]))
         while not self._proved(ids) and not clock.up():
@@ -359,10 +360,10 @@ class _Search:
             ids, score = texts[int(i)], float(best)
         return Judged(ids, -score, math.inf)
 
-    def _proved(self, ids: tuple[int, ...]) -> bool:
+    def _proved(self, ids: Ids) -> bool:
         return self._proves is not None and self._proves(ids)
 
-    def _supported(self, texts: Sequence[tuple[int, ...]], clock: Clock) -> list[tuple[int, ...]]:
+    def _supported(self, texts: Sequence[Ids], clock: Clock) -> list[Ids]:
         """Returns the closed texts, sorted by length, whose states explain most."""
         support_N = torch.cat(
             [
@@ -373,7 +374,7 @@ class _Search:
         likely = support_N.topk(min(_MENDED, len(texts))).indices.sort().values
         return [texts[i] for i in likely.tolist()]
 
-    def _changed(self, ids: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    def _changed(self, ids: Ids) -> Iterator[Ids]:
         """Yields texts with a token less, another one, one more, or some in another place."""
         places = range(len(self._first), len(ids))
         others = [{*ids[:place], *ids[place + 1 :], *self._known} for place in places]
@@ -398,7 +399,7 @@ class _Search:
                     if to != place:
                         yield left[:to] + moved + left[to:]
 
-    def _explained(self, texts: Sequence[tuple[int, ...]], clock: Clock) -> Tensor:
+    def _explained(self, texts: Sequence[Ids], clock: Clock) -> Tensor:
         """Returns the nats [N, L] that the inputs of tokens explain in L layers.
 
         Texts, of one length, that time does not reach explain nothing.
@@ -412,7 +413,7 @@ class _Search:
             )
         return nats_NL
 
-    def _scores(self, texts: Sequence[tuple[int, ...]], clock: Clock = UNLIMITED) -> Tensor:
+    def _scores(self, texts: Sequence[Ids], clock: Clock = UNLIMITED) -> Tensor:
         """Returns the nats that texts explain beside the others, and their log probability [N].
 
         Texts that time does not reach have a score below all others.
@@ -425,7 +426,7 @@ class _Search:
         return scores_N - self._update.nats(self._beside)
 
 
-def _proves(model: LanguageModel, seen: Observation, clock: Clock, ids: tuple[int, ...]) -> bool:
+def _proves(model: LanguageModel, seen: Observation, clock: Clock, ids: Ids) -> bool:
     """Whether a closed text gives the update: its gradient, or the client's steps on it."""
     if certificate.judge(model, [certificate.opened(model, ids)], seen, clock).verified:
         return True
@@ -433,7 +434,7 @@ def _proves(model: LanguageModel, seen: Observation, clock: Clock, ids: tuple[in
     return made is not None and made.verified
 
 
-def _longer(beam: _Beam, rows_M: Tensor, tokens_M: Tensor) -> list[tuple[int, ...]]:
+def _longer(beam: _Beam, rows_M: Tensor, tokens_M: Tensor) -> list[Ids]:
     """Returns prefixes of a beam, each with one more token."""
     pairs = zip(rows_M.tolist(), tokens_M.tolist(), strict=True)
     return [(*beam.ids[row], token) for row, token in pairs]

@@ -62,9 +62,9 @@ class TokenBag:
     tokens_N: Tensor
     positions: int
     basis_MD: Tensor
-    worst_accepted: float
-    best_rejected: float
-    exact: bool
+    worst_accepted: float = 0.0
+    best_rejected: float = math.inf
+    exact: bool = True
 
     @cached_property
     def inverse_DM(self) -> Tensor:  # noqa: N802

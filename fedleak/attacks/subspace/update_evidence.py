@@ -32,6 +32,7 @@ from torch.nn import functional as F
 
 from fedleak.attacks import certificate
 from fedleak.attacks.listening import AllHeardError, listening
+from fedleak.attacks.reconstruction import Ids
 from fedleak.models import LanguageModel, pad
 from fedleak.models.family import lora_a, lora_b
 from fedleak.training.observation import Observation
@@ -327,7 +328,7 @@ class UpdateEvidence:
             _states(self._model, ids_NT, cache)
         return [heard[module][0] for module in modules]
 
-    def gradients(self, texts: Sequence[tuple[int, ...]]) -> tuple[Tensor, list[Tensor]]:
+    def gradients(self, texts: Sequence[Ids]) -> tuple[Tensor, list[Tensor]]:
         """Returns log probabilities [N] of texts, and their gradients [N, O, I], whitened."""
         ids_NT, mask_NT = pad(texts, self._model.tokenizer.pad_token_id, self._model.device)
         with listening([layer.module for layer in self.layers]) as heard, torch.enable_grad():
@@ -448,7 +449,7 @@ def of_rows(cache: "DynamicCache", rows_M: Tensor, layers: int | None = None) ->
     return chosen
 
 
-def first_tokens(model: LanguageModel) -> tuple[int, ...]:
+def first_tokens(model: LanguageModel) -> Ids:
     """Returns the tokens that every text begins with."""
     (ids,) = model.encode([""])
     return certificate.opened(model, ids)

@@ -57,12 +57,16 @@ def text_with(truth, token):
     return ids
 
 
+def place_of(parts, number):
+    return int(parts.place_J[parts.number_J == number])
+
+
 def really_once(parts, truth):
     """The numbers of the words that do occur once, and where the table says."""
     times = Counter(token for ids in truth.sequences for token in ids)
     pairs = {pair for ids in truth.sequences for pair in enumerate(ids) if times[pair[1]] == 1}
-    table_pairs = zip(parts.equations.place_N.tolist(), parts.equations.ids_N.tolist(), strict=True)
-    return [number for number, pair in enumerate(table_pairs) if pair in pairs]
+    ids = parts.equations.ids_N.tolist()
+    return [number for number, token in enumerate(ids) if (place_of(parts, number), token) in pairs]
 
 
 def all_of(parts, number):
@@ -94,7 +98,7 @@ def test_dq_is_the_covariance_and_one_wrong_word_is_seen(narrow, truth, parts):
     numbers = really_once(parts, truth)
     assert len(numbers) > 20
     for number in numbers:
-        token, place = (int(x[number]) for x in (parts.equations.ids_N, parts.equations.place_N))
+        token, place = int(parts.equations.ids_N[number]), place_of(parts, number)
         ids = text_with(truth, token)
         equation = all_of(parts, number)
         dense_D = dq_BTD[truth.sequences.index(ids), place].double()

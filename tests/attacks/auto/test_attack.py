@@ -408,7 +408,7 @@ def test_a_part_of_the_time_is_left_for_the_choice_however_short_that_is(small, 
     model = small("bert", layers=3, width=48)
     truth = observe(model, TEXTS[:2])
     pace = SimpleNamespace(model=model, seconds=(0.0, 0.0))
-    reserve = Reserve.of(pace, truth.seen, ())
+    reserve = Reserve(pace, truth.seen, ())
     assert reserve.answer == reserve.mending == 0
     for given in (reserve.before_choice(Clock(100.0)), reserve.before(Clock(100.0))):
         assert given == pytest.approx(92, abs=0.1)
@@ -419,8 +419,8 @@ def test_no_time_is_left_to_mend_words_of_clients_with_dropout(small, observe):
     truth = observe(model, TEXTS[:2])
     dropped = replace(truth.seen, knowledge=replace(truth.seen.knowledge, dropout=True))
     pace = SimpleNamespace(model=model, seconds=(0.01, 1e-4))
-    assert Reserve.of(pace, truth.seen, ()).mending > 0
-    assert Reserve.of(pace, dropped, ()).mending == 0
+    assert Reserve(pace, truth.seen, ()).mending > 0
+    assert Reserve(pace, dropped, ()).mending == 0
 
 
 @pytest.mark.parametrize(("seconds_of_a_token", "share"), [(0.0, 0.1), (1e6, 0.75)])

@@ -32,11 +32,10 @@ def two(small, observe):
 
 
 def search(model, joint, seconds=None):
-    special = frozenset(model.special_ids())
-    placed = table(joint.word_VD, joint.place_PD, frame(model), special)
+    placed = table(model, joint.word_VD, joint.place_PD)
     assert placed is not None
     span = PooledSpan(model, {}, SIGMA, 2)
-    return Search(model, joint, span, placed, frame(model), None, None, Clock(seconds))
+    return Search(model, joint, span, placed, None, None, Clock(seconds))
 
 
 def test_two_texts_are_read_and_likely(two):

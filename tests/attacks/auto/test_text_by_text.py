@@ -8,7 +8,6 @@ from fedleak.attacks.auto.joint_likelihood import Joint, Judgement, table
 from fedleak.attacks.auto.text_by_text import TextSearch
 from fedleak.attacks.certificate import as_gradient
 from fedleak.attacks.clock import UNLIMITED, Clock
-from fedleak.attacks.matching.batch_structure import frame
 from fedleak.attacks.subspace.pooled_span import Fit, PooledSpan
 from fedleak.defenses.gaussian_noise import GaussianNoise
 from fedleak.models import CLASSIFICATION
@@ -25,11 +24,11 @@ def search(small, observe, texts=TEXTS, labels=LABELS, family="bert", span=True)
     truth = observe(model, texts, labels)
     update = GaussianNoise(sigma=SIGMA)(truth.seen.update, rng=stream(0, "noise"))
     observed = as_gradient(replace(truth.seen, update=update))
-    joint, around = Joint(model, observed, SIGMA, labels), frame(model)
-    placed = table(joint.word_VD, joint.place_PD, around, frozenset(model.special_ids()))
+    joint = Joint(model, observed, SIGMA, labels)
+    placed = table(model, joint.word_VD, joint.place_PD)
     assert placed is not None
     tells = PooledSpan(model, observed if span else {}, SIGMA, len(texts))
-    made = TextSearch(model, joint, tells, placed, around, None, None, UNLIMITED)
+    made = TextSearch(model, joint, tells, placed, None, None, UNLIMITED)
     return made, tuple(map(tuple, model.encode(texts)))
 
 

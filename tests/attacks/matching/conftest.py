@@ -69,9 +69,7 @@ class OneStep(GradientMatching):
 
     def method(self):
         config = MatchingConfig(steps=1, step_size=0.1, schedule=constant)
-        return MatchingMethod(
-            algorithm=lambda *_: [], config=config, free_config=config, loss=self.loss
-        )
+        return MatchingMethod(lambda *_: [], config, config, self.loss)
 
 
 @pytest.fixture
