@@ -1,7 +1,7 @@
 """Closed-form facts of one update, in milliseconds.
 
-They are the tokens of the batch and its longest sequence (`embedding_rows`), the number of examples
-of each class (`label_counts`), and how much of the rank budget of span attacks the batch uses up
+They are the tokens of the batch, its longest sequence, the number of examples of each class
+(`facts`), and how much of the rank budget of span attacks the batch uses up
 (Petrov et al. 2024, section 5).
 """
 
@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from fedleak.attacks import AttackSetting
-from fedleak.attacks.analytic.embedding_rows import longest_sequence, used_rows
-from fedleak.attacks.analytic.label_counts import label_counts
+from fedleak.attacks.analytic.facts import label_counts, longest_sequence, used_rows
 from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.attacks.subspace.span import row_space
 from fedleak.models import CAUSAL_LM, LanguageModel

@@ -256,8 +256,7 @@ def _log_probability(excess: float, numbers: int, directions: float) -> float:
 def _clear(square_R: Tensor, width: int) -> list[int]:
     """Returns the rows that stand out of the noise, by their squares in its unit."""
     far = width + _STANDS_OUT * math.sqrt(2 * width)
-    rows: list[int] = (square_R > far).nonzero()[:, 0].tolist()
-    return rows
+    return (square_R > far).nonzero()[:, 0].tolist()
 
 
 def table(model: LanguageModel, word_VD: Tensor, place_PD: Tensor) -> PlacedWords | None:
@@ -292,8 +291,7 @@ def prior_nats(prior: Prior, model: LanguageModel, texts: Sequence[Ids]) -> list
     """Returns the negative log probability of texts, in nats."""
     ids_NT, mask_NT = pad(texts, model.tokenizer.pad_token_id, prior.device)
     nll_N = prior.nll(ids_NT, mask_NT).cpu() * (mask_NT.sum(1).cpu() - 1)
-    nats: list[float] = nll_N.tolist()
-    return nats
+    return nll_N.tolist()
 
 
 @dataclass

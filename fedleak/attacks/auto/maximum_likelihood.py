@@ -58,8 +58,7 @@ from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from fedleak.attacks import AttackSetting, Progress, Show, certificate
-from fedleak.attacks.analytic.embedding_rows import above_noise
-from fedleak.attacks.analytic.label_counts import label_counts
+from fedleak.attacks.analytic.facts import above_noise, label_counts
 from fedleak.attacks.auto.coarseness import EXACT, Coarseness, coarseness
 from fedleak.attacks.auto.evidence import gradients_of
 from fedleak.attacks.auto.joint_likelihood import (
@@ -476,8 +475,7 @@ def used_odds(energy_P: Tensor, width: int) -> Tensor:
     """Returns the log odds [P] that rows are used, by their squares in units of the noise's."""
     ratio_E = energy_P.new_tensor(_ENERGIES)
     gain_PE = 0.5 * energy_P[:, None] * ratio_E / (1 + ratio_E) - 0.5 * width * ratio_E.log1p()
-    odds_P: Tensor = gain_PE.logsumexp(1) - math.log(len(_ENERGIES))
-    return odds_P
+    return gain_PE.logsumexp(1) - math.log(len(_ENERGIES))
 
 
 def word_odds(rows: Rows) -> Tensor:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedleak.attacks.analytic.embedding_rows import used_rows
+from fedleak.attacks.analytic.facts import used_rows
 from fedleak.attacks.matching.batch_structure import frame
 from fedleak.models import LanguageModel
 from fedleak.models.family import TokenTable

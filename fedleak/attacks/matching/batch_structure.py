@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedleak.attacks.analytic.embedding_rows import longest_sequence, used_rows
-from fedleak.attacks.analytic.label_counts import label_counts
+from fedleak.attacks.analytic.facts import label_counts, longest_sequence, used_rows
 from fedleak.attacks.certificate import as_gradient
 from fedleak.attacks.reconstruction import Ids
 from fedleak.attacks.subspace.span import row_space
@@ -182,8 +181,7 @@ class Rows:
 
     def content(self, r: int, b: int) -> list[int]:
         """Returns the places of sequence b of row r whose tokens are to be found."""
-        places: list[int] = (~self.fixed_RBT[r, b]).nonzero()[:, 0].tolist()
-        return places
+        return (~self.fixed_RBT[r, b]).nonzero()[:, 0].tolist()
 
     def sequences(self, r: int, ids_BT: Tensor) -> list[Ids]:
         """Returns the token ids of row r without padding."""

@@ -30,8 +30,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fedleak.attacks.certificate import NOTHING_PROVED
 from fedleak.attacks.clock import Clock
-from fedleak.attacks.subspace.answer import OnJudged
+from fedleak.attacks.reconstruction import tokens_of
+from fedleak.attacks.subspace.answer import OnJudged, Reading, recovered
 from fedleak.attacks.subspace.atoms import Atoms, atoms_of
 from fedleak.attacks.subspace.beam_search import Spanned, read_seeds
 from fedleak.attacks.subspace.span import ACCEPT, Span, row_space
@@ -85,20 +87,11 @@ class Inputs(NamedTuple):
     x_ND: Tensor
 
 
-class DroppedBatch(NamedTuple):
-    """What was read from a batch with dropout.
-
-    Attributes:
-        texts: Texts that span the gradients at their seeds.
-        tokens: The token bag, in rising order.
-        inputs: How many there are.
-        determined: The texts are the whole batch (head of the file).
-    """
-
-    texts: list[Spanned]
-    tokens: tuple[int, ...]
-    inputs: int
-    determined: bool
+_REASONS = {
+    True: "not recomputed: texts that use all inputs of the first layer as dropout left them, each "
+    "once, and whose spans hold the gradients at all words",
+    False: "nothing determined: texts whose spans hold the gradients at a word, with dropout",
+}
 
 
 def read_dropped(
@@ -108,8 +101,10 @@ def read_dropped(
     width: int,
     clock: Clock,
     tell: OnJudged,
-) -> DroppedBatch | None:
-    """Returns what is read from a batch; None if not all inputs, or no text, are found.
+) -> Reading | None:
+    """Returns what is read from a batch, whose gradient cannot be recomputed.
+
+    None if not all inputs, or no text, are found.
 
     Args:
         model: At the broadcast weights.
@@ -136,12 +131,21 @@ def read_dropped(
     texts, whole = group(make_dropped(model, gradients, inputs, span), width, clock, tell)
     if not texts:
         return None
-    return DroppedBatch(
-        texts=texts,
-        tokens=tuple(sorted(set(inputs.ids_N.tolist()))),
-        inputs=span.rank,
-        determined=whole and len(texts) == size,
+    tokens, determined = tokens_of([inputs.ids_N.tolist()]), whole and len(texts) == size
+    answer = recovered(
+        texts,
+        NOTHING_PROVED,
+        tokens=tokens,
+        diagnostics={
+            "rank": span.rank,
+            "budget": [span.rank, model.hidden_size],
+            "candidates": {"tokens": len(tokens), "pairs": span.rank, "spanned": len(texts)},
+            "determined": determined,
+            **clock.late(),
+        },
+        reason=_REASONS[determined],
     )
+    return Reading.of(answer, tokens=tokens, settled=determined)
 
 
 def find_inputs(
@@ -227,8 +231,7 @@ def _cost(x_D: Tensor, masks: Sequence[Tensor], turn: int) -> Tensor:
     """Returns the cost [D] of deviations: more where a known mask lost a number, and random."""
     lost_D = 1 - torch.stack([torch.ones_like(x_D), *masks]).amin(0)
     chance_D = torch.randn(len(x_D), generator=torch.Generator().manual_seed(turn))
-    cost_D: Tensor = (1 + _DEARER * lost_D) * (chance_D.exp().to(x_D) if turn else 1)
-    return cost_D
+    return (1 + _DEARER * lost_D) * (chance_D.exp().to(x_D) if turn else 1)
 
 
 def _parts(index: Sequence[int]) -> list[Sequence[int]]:

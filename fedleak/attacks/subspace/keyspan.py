@@ -51,7 +51,7 @@ from fedleak.attacks.subspace.answer import (
 from fedleak.attacks.subspace.atoms import Atoms, Targets, make_atoms
 from fedleak.attacks.subspace.beam_search import Spanned, read_seeds
 from fedleak.attacks.subspace.completion import completed
-from fedleak.attacks.subspace.dropped_inputs import DroppedBatch, read_dropped
+from fedleak.attacks.subspace.dropped_inputs import read_dropped
 from fedleak.attacks.subspace.paired_texts import read_pairs
 from fedleak.attacks.subspace.pooled_span import PooledSpan
 from fedleak.attacks.subspace.prefix_tree import Prefixes, make_prefixes, read_tree
@@ -123,7 +123,7 @@ class Keyspan(Reader):
     ) -> Reading:
         """Returns the sentences whose keys and queries span the gradients at their tokens."""
         clock, tell = Clock(self.seconds), telling(on_progress, model)
-        observed = certificate.as_gradient(seen)
+        observed, size = certificate.as_gradient(seen), seen.update.num_examples
         names = [name for name in model.family.attention_parameters(0) if name in observed]
         mended = completed(model, seen, observed, names)
         whole = left = mended or {name: observed[name] for name in names}
@@ -141,7 +141,7 @@ class Keyspan(Reader):
             if isinstance(atoms, Prefixes):
                 spanned, nearest = read_tree(atoms, _RUNS[effort - 1], clock, tell)
             else:
-                seeds = seeds_of(atoms, model.special_ids(), seen.update.num_examples)
+                seeds = seeds_of(atoms, model.special_ids(), size)
                 width = self.beam * _WIDER ** (effort - 1)
                 spanned, nearest = read_sentences(atoms, seeds, width, clock, tell)
             linear = certificate.is_linear(seen)
@@ -167,14 +167,15 @@ class Keyspan(Reader):
             effort = 1 if new else effort + 1
             among_N = atoms.bag.tokens_N
         if not passes and not rotary and seen.knowledge.dropout is not False:
-            size = seen.update.num_examples
             dropped = read_dropped(model, observed, size, self.beam, clock, tell)
             if dropped is not None:
-                return _reading_of(dropped, model.hidden_size, clock)
+                return dropped
         members = [known for known in counted.of_pulls if known]
         first = passes[0] if passes else None
-        if mended and isinstance(first, Atoms) and len(members) < seen.update.num_examples:
-            paired = self._paired(first, seen, model, rng, clock, tell)
+        if mended and isinstance(first, Atoms) and len(members) < size:
+            several = model.task == CLASSIFICATION and size > 1 and first.span.exact
+            span = PooledSpan(model, observed, 1.0, size) if several else None
+            paired = read_pairs(first, span, size, rng, clock, tell) if span else []
             passed = {**{text.ids: text for text in paired}, **passed}
             if passed:
                 members = certificate.explain(model, [*passed], seen, clock) or members
@@ -186,22 +187,6 @@ class Keyspan(Reader):
         # It blurs the bag, too; where a sentence stands out, so does the bag.
         tokens = (answer.tokens or ()) if answer.verified or not answer.reason else ()
         return Reading.of(answer, members=tuple(certain), tokens=tokens, scale=counted.scale)
-
-    def _paired(
-        self,
-        atoms: Atoms,
-        seen: Observation,
-        model: LanguageModel,
-        rng: torch.Generator,
-        clock: Clock,
-        tell: OnJudged,
-    ) -> list[Judged]:
-        """Returns texts of the pairs of a batch, if the last block groups them."""
-        size = seen.update.num_examples
-        if model.task != CLASSIFICATION or size == 1 or not atoms.span.exact:
-            return []
-        span = PooledSpan(model, certificate.as_gradient(seen), 1.0, size)
-        return read_pairs(atoms, span, size, rng, clock, tell) if span else []
 
     def _late(self, answer: Reconstruction) -> Reconstruction:
         """Returns an answer that says that time was up."""
@@ -324,32 +309,6 @@ def _at_seed(
     inverse_D = atoms.bag.inverse_DM[:, seed]
     sides = [by_side[side].double() @ inverse_D for side in ("query", "key") if side in by_side]
     return torch.cat(sides).reshape(atoms.target_NHK.shape[1:]) * atoms.told_HK
-
-
-def _reading_of(dropped: DroppedBatch, width: int, clock: Clock) -> Reading:
-    """Returns what was read from a batch with dropout, whose gradient cannot be recomputed."""
-    texts, tokens = dropped.texts, dropped.tokens
-    answer = recovered(
-        texts,
-        certificate.NOTHING_PROVED,
-        tokens=tokens,
-        diagnostics={
-            "rank": dropped.inputs,
-            "budget": [dropped.inputs, width],
-            "candidates": {"tokens": len(tokens), "pairs": dropped.inputs, "spanned": len(texts)},
-            "determined": dropped.determined,
-            **clock.late(),
-        },
-        reason=_WITH_DROPOUT[dropped.determined],
-    )
-    return Reading.of(answer, tokens=tokens, settled=dropped.determined)
-
-
-_WITH_DROPOUT = {
-    True: "not recomputed: texts that use all inputs of the first layer as dropout left them, each "
-    "once, and whose spans hold the gradients at all words",
-    False: "nothing determined: texts whose spans hold the gradients at a word, with dropout",
-}
 
 
 def _answer(

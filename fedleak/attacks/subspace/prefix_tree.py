@@ -92,8 +92,7 @@ class Side(NamedTuple):
     def excess(self, square_NX: Tensor, members: int, tokens_N: Tensor) -> Tensor:
         """Returns residuals' squares [N, X] of some tokens as an excess over their noise."""
         freedom = max(self.target_NGK.shape[-1] - members, 1)
-        excess_NX: Tensor = (square_NX.clamp_min(0) / self.bound(freedom)[tokens_N, None]).sqrt()
-        return excess_NX
+        return (square_NX.clamp_min(0) / self.bound(freedom)[tokens_N, None]).sqrt()
 
     def square(self) -> Tensor:
         """Returns the square [N] of each token's gradient."""
@@ -102,8 +101,7 @@ class Side(NamedTuple):
     def above(self, times: float) -> Tensor:
         """Returns which tokens [N] have a gradient of so many times its noise."""
         bound_N = self.bound(self.target_NGK.shape[-1])
-        above_N: Tensor = self.square() > times**2 * bound_N
-        return above_N
+        return self.square() > times**2 * bound_N
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,8 +143,7 @@ class Prefixes(Targets):
     def grouped(self, offset: int, heads: int) -> Tensor:
         """Returns queries [N, G, K, S] by the heads of keys that they share."""
         q_NHK = self.turned(offset)[0]
-        grouped_NGKS: Tensor = q_NHK.reshape(len(q_NHK), heads, -1, q_NHK.shape[-1]).mT
-        return grouped_NGKS
+        return q_NHK.reshape(len(q_NHK), heads, -1, q_NHK.shape[-1]).mT
 
     def before(self, path: Sequence[int], run: int) -> Tensor:
         """Returns an orthonormal basis [H, K, M] of a prefix's keys, seen over a run behind it."""
@@ -184,27 +181,14 @@ class Fit(NamedTuple):
         return Fit(both_2U.amin(0), second_U, path)
 
 
-class Filled(NamedTuple):
-    """Tokens that fill places one after the other.
+class Grown(NamedTuple):
+    """Tokens one behind the other.
 
     Attributes:
-        tokens: Indices of the bag.
+        path: Indices of the bag.
         excess: Of a gradient outside the span that they complete.
-        second: The next smallest excess of as many tokens; 0 where these are only the nearest.
-    """
-
-    tokens: tuple[int, ...]
-    excess: float
-    second: float
-
-
-class Node(NamedTuple):
-    """A token that follows one prefix.
-
-    Attributes:
-        path: The prefix and the token, as indices of the bag.
-        excess: Of its gradient outside the span.
-        rejected: The smallest excess elsewhere.
+        rejected: The smallest excess of other tokens in their place; 0 where these are only the
+            nearest.
     """
 
     path: tuple[int, ...]
@@ -328,7 +312,7 @@ def read_tree(
     return passed, sorted(nearest, key=by_excess)
 
 
-def grow(prefixes: Prefixes, longest_run: int, clock: Clock) -> tuple[list[Node], Tensor]:
+def grow(prefixes: Prefixes, longest_run: int, clock: Clock) -> tuple[list[Grown], Tensor]:
     """Returns the tokens that follow one prefix, and the others [R], as indices of the bag.
 
     Each prefix is extended by a token, and by a longer run only if no prefix can be extended.
@@ -336,7 +320,7 @@ def grow(prefixes: Prefixes, longest_run: int, clock: Clock) -> tuple[list[Node]
     first = prefixes.first_N.nonzero().flatten().tolist()
     if prefixes.begin is not None:
         first = [prefixes.begin]
-    nodes = [Node((token,), 0.0, math.inf) for token in first]
+    nodes = [Grown((token,), 0.0, math.inf) for token in first]
     loose_N = prefixes.present_N.clone()
     loose_N[first] = False
     clear_N = prefixes.query.above(_CLEAR if prefixes.span.exact else _HEARD)
@@ -367,7 +351,7 @@ def grow(prefixes: Prefixes, longest_run: int, clock: Clock) -> tuple[list[Node]
             strict=True,
         ):
             if excess < ACCEPT:
-                nodes.append(Node((*path, token), excess, second))
+                nodes.append(Grown((*path, token), excess, second))
                 pending[0].append((*path, token))
                 loose_N[token] = False
     return nodes, loose_N.nonzero().flatten()
@@ -467,7 +451,7 @@ def _all_runs(
     return Fit(excess_U, second_U, [(*step.path, token) for token in loose_R[chosen_U].tolist()])
 
 
-def tails(prefixes: Prefixes, seed: int, loose_R: Tensor) -> list[Filled]:
+def tails(prefixes: Prefixes, seed: int, loose_R: Tensor) -> list[Grown]:
     """Returns what follows the last token that passed.
 
     Nothing follows if the token's own query explains the gradient at its key. If no tail explains
@@ -475,7 +459,7 @@ def tails(prefixes: Prefixes, seed: int, loose_R: Tensor) -> list[Filled]:
     """
     side = prefixes.key
     if side is None:
-        return [Filled((), 0.0, 1.0), *(Filled((token,), 0.0, 1.0) for token in loose_R.tolist())]
+        return [Grown((), 0.0, 1.0), *(Grown((token,), 0.0, 1.0) for token in loose_R.tolist())]
     heads = side.target_NGK.shape[1]
     own_GKS = prefixes.grouped(0, heads)[seed]
     basis_GKM = torch.linalg.qr(own_GKS)[0]
@@ -483,13 +467,13 @@ def tails(prefixes: Prefixes, seed: int, loose_R: Tensor) -> list[Filled]:
     members, seed_1 = basis_GKM.shape[-1], loose_R.new_tensor([seed])
     own = float(side.excess(rest_1GK1.square().sum()[None, None], members, seed_1))
     if own < ACCEPT:
-        return [Filled((), own, math.inf)]
+        return [Grown((), own, math.inf)]
     behind = [prefixes.grouped(offset, heads)[loose_R] for offset in range(1, LONGEST_TAIL + 1)]
-    of_each_length = [Filled((), own, 0.0)]
+    of_each_length = [Grown((), own, 0.0)]
     for tail in filled(side, seed, basis_GKM, behind, loose_R):
         if tail.excess < ACCEPT:
             return [tail]
-        of_each_length.append(tail._replace(second=0.0))
+        of_each_length.append(tail._replace(rejected=0.0))
     # More tokens always leave less: the shortest that leaves about as little as any.
     lowest = min(tail.excess for tail in of_each_length)
     return [next(tail for tail in of_each_length if tail.excess < ACCEPT * lowest)]
@@ -497,7 +481,7 @@ def tails(prefixes: Prefixes, seed: int, loose_R: Tensor) -> list[Filled]:
 
 def filled(
     side: Side, seed: int, basis_GKM: Tensor, places: Sequence[Tensor], loose_R: Tensor
-) -> Iterator[Filled]:
+) -> Iterator[Grown]:
     """Yields after each place the tokens that fill all so far best.
 
     Orthogonal least squares with a beam, as `beam_search` does it for sentences without an order.
@@ -534,7 +518,7 @@ def filled(
         square_1W = square_WRG[parent_W, token_W].sum(1)[None]
         excess_W, order_W = side.excess(square_1W, members, seed_1)[0].sort()
         second = float(excess_W[1]) if len(excess_W) > 1 else math.inf
-        yield Filled(tuple(grown_WM[order_W[0]].tolist()), float(excess_W[0]), second)
+        yield Grown(tuple(grown_WM[order_W[0]].tolist()), float(excess_W[0]), second)
         new_WGKS = torch.linalg.qr(new_WRGKS[parent_W, token_W])[0]
         basis_WGKM = torch.cat([basis_WGKM[parent_W], new_WGKS], -1)
         rest_W1GK1 = _outside(new_WGKS, rest_WGK[parent_W][:, None, ..., None])

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from fedleak.attacks.analytic.label_counts import class_shares, rounded_to_sum
+from fedleak.attacks.analytic.facts import class_shares, rounded_to_sum
 from fedleak.attacks.analytic.probes import Probes
 from fedleak.attacks.reconstruction import Status
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, squared_error

@@ -96,8 +96,8 @@ def test_a_batch_of_another_size_is_not_determined(model, truth):
     observed = certificate.as_gradient(truth.seen)
     with torch.no_grad():
         batch = read_dropped(model, observed, 4, 8, UNLIMITED, lambda *_: None)
-    assert sorted(text.ids for text in batch.texts) == sorted(truth.sequences)
-    assert not batch.determined
+    assert sorted(batch.sequences) == sorted(truth.sequences)
+    assert not batch.settled
 
 
 def test_a_gradient_that_does_not_agree_determines_nothing(model, truth):

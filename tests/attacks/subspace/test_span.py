@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from fedleak.attacks.analytic.embedding_rows import CLEAR, used_rows
+from fedleak.attacks.analytic.facts import CLEAR, used_rows
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.subspace import span as span_module
 from fedleak.attacks.subspace.span import ACCEPT, SPARE, Span, row_space, tokens_in_span
