@@ -65,6 +65,11 @@ class Reconstruction:
         """Returns an answer that holds nothing, and why."""
         return cls(status=status, diagnostics=diagnostics, reason=reason)
 
+    @classmethod
+    def abstained(cls, reason: str, **diagnostics: Any) -> "Reconstruction":
+        """Returns the answer of an attack that found nothing that it trusts."""
+        return cls.none(Status.ABSTAINED, reason, **diagnostics)
+
 
 def tokens_of(sequences: Iterable[Iterable[int]]) -> tuple[int, ...]:
     """Returns the distinct tokens of sequences, in rising order."""

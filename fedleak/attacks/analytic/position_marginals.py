@@ -43,7 +43,7 @@ from torch.nn import functional as F
 
 from fedleak.attacks import AttackSetting, Show, certificate
 from fedleak.attacks.clock import Clock
-from fedleak.attacks.reconstruction import Ids, Reconstruction, Status
+from fedleak.attacks.reconstruction import Ids, Reconstruction
 from fedleak.attacks.subspace.answer import Reader, Reading, answer_of
 from fedleak.models import LanguageModel
 from fedleak.training.observation import Observation
@@ -315,7 +315,7 @@ def _batch(tables: Sequence[Marginals], texts: int, width: int) -> Reconstructio
     places = [known for table in tables if (known := placed(table)) is not None]
     if not places:
         reason = f"distinct words are more than the hidden size, {width}, has room for, or blurred"
-        return Reconstruction.none(Status.ABSTAINED, reason)
+        return Reconstruction.abstained(reason)
     best = min(places, key=Places.ambiguity)
     words, standing = len(best.words_M), int((best.table_TM > _HALF).any(0).sum())
     diagnostics = {
@@ -324,7 +324,7 @@ def _batch(tables: Sequence[Marginals], texts: int, width: int) -> Reconstructio
     }
     if standing < _HALF * words:
         reason = f"only {standing} of {words} words stand at one place"
-        return Reconstruction.none(Status.ABSTAINED, reason, **diagnostics)
+        return Reconstruction.abstained(reason, **diagnostics)
     sequences = [tuple(group) for group in grouped(best, texts)]
     return answer_of(
         sequences,

@@ -68,8 +68,8 @@ class Probes:
             used_up = span.rank if span is not None and span.exact else None
             diagnostics["budget"] = [used_up, model.hidden_size]
         if tokens is None and not facts:
-            return Reconstruction.none(
-                Status.ABSTAINED, "no row or label stands out in what was shared", **diagnostics
+            return Reconstruction.abstained(
+                "no row or label stands out in what was shared", **diagnostics
             )
         return Reconstruction(
             status=Status.RECOVERED, tokens=tokens, facts=facts, diagnostics=diagnostics

@@ -444,7 +444,7 @@ class _Attempt:
                 f"{kind}: {answer.reason}" for kind, answer in findings.answers.items()
             )
             diagnostics |= self._common_diagnostics()
-            return Reconstruction.none(Status.ABSTAINED, reasons, **diagnostics)
+            return Reconstruction.abstained(reasons, **diagnostics)
         verdict = self._verdict(batch)
         verified = verdict.verified
         if verified:

@@ -27,7 +27,7 @@ from fedleak.attacks.imprinted.answer import answered, not_served
 from fedleak.attacks.imprinted.checksum import Text
 from fedleak.attacks.listening import listening
 from fedleak.attacks.matching.batch_structure import frame
-from fedleak.attacks.reconstruction import Reconstruction, Status
+from fedleak.attacks.reconstruction import Reconstruction
 from fedleak.attacks.subspace.span import ACCEPT, Span
 from fedleak.models import LanguageModel, pad
 from fedleak.models.family import lora_a, lora_b
@@ -88,7 +88,7 @@ class AdapterImprintReader:
         looked = _looked(model, certificate.as_gradient(seen))
         if not looked:
             reason = "no head's rows have a span: noise, or as many texts as the adapter's rank"
-            return Reconstruction.none(Status.ABSTAINED, reason)
+            return Reconstruction.abstained(reason)
         moment_OO = _moment(model, looked, rng)
         texts = [_text(words, model) for words in _linked(looked, moment_OO)]
         numbers = {"heads": len(looked), "tokens read": sum(len(own.tokens) for own in looked)}

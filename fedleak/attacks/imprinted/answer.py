@@ -5,7 +5,7 @@ from typing import Any
 
 from fedleak.attacks import AttackSetting, certificate
 from fedleak.attacks.imprinted.checksum import Text
-from fedleak.attacks.reconstruction import Reconstruction, Status, tokens_of
+from fedleak.attacks.reconstruction import Reconstruction, tokens_of
 from fedleak.attacks.subspace.answer import answer_of
 from fedleak.models import LanguageModel
 from fedleak.server_modes import ServerMode
@@ -47,7 +47,7 @@ def answered(
     numbers = {**numbers, "certified": len(certified) if alone else 0}
     if not sequences:
         reason = "no text was read: the bins name too few words of each"
-        return Reconstruction.none(Status.ABSTAINED, reason, **numbers)
+        return Reconstruction.abstained(reason, **numbers)
     whole = certified if len(certified) == len(sequences) else []
     verdict = certificate.judge(model, whole, seen)
     if verdict.verified:

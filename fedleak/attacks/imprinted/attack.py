@@ -22,7 +22,7 @@ from fedleak.attacks.imprinted.chains import Chains
 from fedleak.attacks.imprinted.checksum import Checksum, read_texts
 from fedleak.attacks.imprinted.slots import MOST, Slots, fill_
 from fedleak.attacks.imprinted.tags import Split, more_tags, read_tags, splits, without_mixtures
-from fedleak.attacks.reconstruction import Reconstruction, Status
+from fedleak.attacks.reconstruction import Reconstruction
 from fedleak.models import LanguageModel
 from fedleak.server_modes import sectors
 from fedleak.server_modes.imprint import Imprint, planted
@@ -57,23 +57,23 @@ class ImprintReader:
             return _read_chains(seen, model, tensors, rng)
         known = planted(model)
         if known is None:
-            return Reconstruction.none(Status.ABSTAINED, NOT_IMPRINTED)
+            return Reconstruction.abstained(NOT_IMPRINTED)
         (first,) = model.family.modules(0)["f"]
         bins = read_bins(tensors[first], known)
         words = Words.of(model, seen, model.family.token_table(model.module))
         exact, numbers = _exact(bins, words, len(known.project_KD), rng)
         tags = read_tags(exact)
         if tags is None:
-            return Reconstruction.none(Status.ABSTAINED, NO_TOKEN, **numbers)
+            return Reconstruction.abstained(NO_TOKEN, **numbers)
         opening, closing = words.marks(model)
         tags = without_mixtures(more_tags(exact, tags))
-        slots, texts = Slots.none(bins, words), 0
+        slots, texts = Slots(torch.empty(0, words.places, dtype=torch.long), {}, bins.used()), 0
         while len(tags.tag_SK) > texts:
             slots.add_texts_(len(tags.tag_SK) - texts, opening)
             texts = len(tags.tag_SK)
             if slots.word_ST.numel() * len(words.ids_V) > MOST:
                 reason = "the table of all words at all places of all texts would be too large"
-                return Reconstruction.none(Status.ABSTAINED, reason, **numbers)
+                return Reconstruction.abstained(reason, **numbers)
             fill_(slots, bins, words, known, tags, closing, rng)
             unread = [part for part in exact if part.bin in slots.left]
             tags = more_tags(unread, tags, slots.word_ST)
@@ -100,14 +100,14 @@ def _read_chains(
     """Returns the texts of a causal model, the certified ones first."""
     known = sectors.planted(model)
     if known is None:
-        return Reconstruction.none(Status.ABSTAINED, NOT_IMPRINTED)
+        return Reconstruction.abstained(NOT_IMPRINTED)
     first = model.family.modules(0)["f"][0]
     bins = read_bins(sectors.as_linear(model, first, tensors[first]), known)
     table = model.family.token_table(model.module)
     words = Words.of(model, seen, sectors.Stream.of(table, known))
     exact, numbers = _exact(bins, words, len(known.project_KD), rng)
     if not exact:
-        return Reconstruction.none(Status.ABSTAINED, NO_TOKEN, **numbers)
+        return Reconstruction.abstained(NO_TOKEN, **numbers)
     everything, opening = words, words.marks(model)[0]
     if len(words.ids_V) == model.vocabulary:  # which words are used is not known
         named_V = torch.unique(torch.cat([part.word_M for part in exact]))

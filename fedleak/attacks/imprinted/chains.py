@@ -240,8 +240,6 @@ class Chains:
         from scipy.spatial import KDTree  # here, because it takes a while
 
         at = 0 if self.rotary else place
-        if at + gaps > self.words.places and not self.rotary:
-            return None
         if len(self.words.ids_V) ** gaps > _MOST_SUMS:
             return None
         if (at, gaps) not in self.trees:

@@ -33,7 +33,7 @@ from fedleak.attacks import AttackSetting, certificate
 from fedleak.attacks.imprinted.answer import NO_TOKEN, answered, not_served
 from fedleak.attacks.imprinted.bins import Words, read_bins
 from fedleak.attacks.imprinted.checksum import Text
-from fedleak.attacks.reconstruction import Reconstruction, Status
+from fedleak.attacks.reconstruction import Reconstruction
 from fedleak.models import LanguageModel
 from fedleak.models.family import TokenTable
 from fedleak.server_modes.decepticons import Blocks, Decepticons, blocks, planted
@@ -79,10 +79,10 @@ class DecepticonsReader:
         known = planted(model)
         if known is None:
             reason = "the blocks of this model were not changed by the mode decepticons"
-            return Reconstruction.none(Status.ABSTAINED, reason)
+            return Reconstruction.abstained(reason)
         input_CD = _inputs(model, certificate.as_gradient(seen), known)
         if not len(input_CD):
-            return Reconstruction.none(Status.ABSTAINED, NO_TOKEN)
+            return Reconstruction.abstained(NO_TOKEN)
         table = model.family.token_table(model.module)
         words = Words.of(model, seen, table)
         fit_CT, word_CT = _fits(input_CD[:, known.tag : -1], words, table, known.tag)

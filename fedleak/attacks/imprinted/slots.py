@@ -45,11 +45,6 @@ class Slots:
     members: dict[int, list[tuple[int, int, int]]]
     left: list[int]
 
-    @classmethod
-    def none(cls, bins: Bins, words: Words) -> "Slots":
-        """Returns slots of no text."""
-        return cls(torch.empty(0, words.places, dtype=torch.long), {}, bins.used())
-
     def add_texts_(self, texts: int, opening: int | None) -> None:
         """Adds empty slots for more texts, which begin with the word `opening`, if there is one."""
         more_ST = torch.full((texts, self.word_ST.shape[1]), -1)

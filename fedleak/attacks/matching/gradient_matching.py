@@ -367,7 +367,7 @@ def answer(
     """
     if not victim.shapes.lengths_known and not apart < _CHANCE * chance:
         reason = "lengths are not known, and none of those tried comes near the update"
-        return Reconstruction.none(Status.ABSTAINED, reason, distance=apart)
+        return Reconstruction.abstained(reason, distance=apart)
     seen = victim.seen
     return Reconstruction(
         status=Status.RECOVERED,

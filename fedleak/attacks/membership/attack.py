@@ -94,14 +94,13 @@ class Membership:
             candidates = observation.knowledge.candidates
             assert candidates is not None
             if not candidates.listed:
-                answers[place] = Reconstruction.none(
-                    Status.ABSTAINED,
+                answers[place] = Reconstruction.abstained(
                     "the list of candidates is empty: no held-out text of its class is left to "
                     "stand beside a text of the batch: raise data.held_out",
                 )
             elif not compared(model, as_gradient(observation)):
-                answers[place] = Reconstruction.none(
-                    Status.ABSTAINED, "the update is zero wherever gradients can be compared"
+                answers[place] = Reconstruction.abstained(
+                    "the update is zero wherever gradients can be compared"
                 )
             else:
                 together[candidates.public][place] = candidates.listed

@@ -61,7 +61,7 @@ class Reading(NamedTuple):
     @classmethod
     def none(cls, reason: str, **diagnostics: Any) -> "Reading":
         """Returns that nothing was found, and why."""
-        return cls(Reconstruction.none(Status.ABSTAINED, reason, **diagnostics))
+        return cls(Reconstruction.abstained(reason, **diagnostics))
 
 
 class Reader(OneByOne):

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from fedleak.attacks import AttackSetting, Show, certificate
 from fedleak.attacks.clock import Clock
-from fedleak.attacks.reconstruction import Ids, Reconstruction, Status
+from fedleak.attacks.reconstruction import Ids, Reconstruction
 from fedleak.attacks.subspace.answer import (
     Judged,
     OnJudged,
@@ -183,15 +183,12 @@ class Keyspan(Reader):
         # Noise lets a wrong sentence explain a gradient, too.
         certain = members if passes and passes[0].span.exact else []
         if clock.rang:
-            answer = self._late(answer)
+            late = f"nothing proved in seconds = {self.seconds:g}"
+            late += ": sentences that are here are guesses"
+            answer = replace(answer.with_diagnostics(time_up=True), reason=answer.reason and late)
         # It blurs the bag, too; where a sentence stands out, so does the bag.
         tokens = (answer.tokens or ()) if answer.verified or not answer.reason else ()
         return Reading.of(answer, members=tuple(certain), tokens=tokens, scale=counted.scale)
-
-    def _late(self, answer: Reconstruction) -> Reconstruction:
-        """Returns an answer that says that time was up."""
-        late = f"nothing proved in seconds = {self.seconds:g}: sentences that are here are guesses"
-        return replace(answer.with_diagnostics(time_up=True), reason=answer.reason and late)
 
 
 def seeds_of(atoms: Atoms, special: frozenset[int], batch_size: int) -> list[int]:
@@ -325,8 +322,7 @@ def _answer(
     A batch is verified only if all of it is known; then the answer holds nothing else.
     """
     if not passes:
-        return Reconstruction.none(
-            Status.ABSTAINED,
+        return Reconstruction.abstained(
             "nothing proved: the gradients' row space has no end, or has no room for tokens "
             f"(distinct tokens + learned positions + 1 must stay below the hidden size, "
             f"{model.hidden_size})",

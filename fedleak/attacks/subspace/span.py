@@ -38,6 +38,9 @@ SPARE = 8
 SKETCH = 64
 """Directions of the null space that a search for sequences looks at."""
 
+_SHORTLIST, _PATIENCE = 2048, 3
+"""Tokens of a position that are tested exactly; positions without a token that end a search."""
+
 _FLOAT32 = 4 * torch.finfo(torch.float32).eps
 """Largest rounding noise of a float32 gradient, relative to its largest singular value."""
 
@@ -322,19 +325,13 @@ def _noise(s_R: Tensor, rows: int, columns: int) -> float:
 
 
 def tokens_in_span(
-    table: TokenTable,
-    span: Span,
-    rng: torch.Generator,
-    clock: Clock,
-    *,
-    shortlist: int = 2048,
-    patience: int = 3,
+    table: TokenTable, span: Span, rng: torch.Generator, clock: Clock
 ) -> list[Tensor]:
     """Returns for each position the tokens whose attention input lies in the span.
 
     The whole vocabulary goes through a sketch of the null space, where an input is zero; only
-    the `shortlist` nearest are tested exactly. Every position up to the longest sequence has a
-    token, so the search ends after `patience` positions without one, or when time is up.
+    the nearest are tested exactly. Every position up to the longest sequence has a token, so the
+    search ends after some positions without one, or when time is up.
     """
     z_DS = span.null_sketch(32, rng).float()
     token_VD, position_PD, constant_CD = table.directions()
@@ -348,10 +345,10 @@ def tokens_in_span(
             break
         sigma_V = table.scale(everything_V, torch.full_like(everything_V, position))
         sketch_VS = (token_VS + position_PS[position]) / sigma_V[:, None] + shift_S
-        nearest = sketch_VS.norm(dim=-1).topk(min(shortlist, len(token_VD)), largest=False).indices
+        nearest = sketch_VS.norm(dim=-1).topk(min(_SHORTLIST, len(token_VD)), largest=False).indices
         x_ND = table(nearest, torch.full_like(nearest, position))
         tokens.append(nearest[span.excess(x_ND) < ACCEPT].sort().values)
-        if len(tokens) >= patience and not any(len(ids) for ids in tokens[-patience:]):
+        if len(tokens) >= _PATIENCE and not any(len(ids) for ids in tokens[-_PATIENCE:]):
             break
     while tokens and not len(tokens[-1]):
         tokens.pop()

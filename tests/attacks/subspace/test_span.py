@@ -468,7 +468,8 @@ def exhaustive(table, span, positions):
 @pytest.mark.parametrize("shortlist", [16, 2048])
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @torch.no_grad()
-def test_tokens_in_span_are_those_of_the_exhaustive_test(shortlist, seed):
+def test_tokens_in_span_are_those_of_the_exhaustive_test(monkeypatch, shortlist, seed):
+    monkeypatch.setattr(span_module, "_SHORTLIST", shortlist)
     rng = torch.Generator().manual_seed(seed)
     norm = nn.LayerNorm(32)
     norm.weight.copy_(torch.rand(32, generator=rng) + 0.5)
@@ -479,9 +480,7 @@ def test_tokens_in_span_are_those_of_the_exhaustive_test(shortlist, seed):
     ids = torch.randint(300, (3, 6), generator=rng)
     inputs = table(ids, torch.arange(6).expand_as(ids)).flatten(0, 1)
     span = row_space([torch.randn(50, 18, generator=rng) @ inputs])
-    by_position = tokens_in_span(
-        table, span, stream(seed, "sketch"), Clock(None), shortlist=shortlist
-    )
+    by_position = tokens_in_span(table, span, stream(seed, "sketch"), Clock(None))
     assert [tokens.tolist() for tokens in by_position] == exhaustive(table, span, 6)
     assert [set(tokens.tolist()) for tokens in by_position] == [
         set(ids[:, p].tolist()) for p in range(6)
@@ -490,14 +489,18 @@ def test_tokens_in_span_are_those_of_the_exhaustive_test(shortlist, seed):
 
 @pytest.mark.core
 @torch.no_grad()
-def test_an_empty_position_inside_does_not_end_the_search_but_patience_and_time_do(ticking):
+def test_an_empty_position_inside_does_not_end_the_search_but_patience_and_time_do(
+    ticking, monkeypatch
+):
     rng = torch.Generator().manual_seed(0)
     table = TokenTable(torch.eye(16), 0.01 * torch.randn(9, 16, generator=rng), nn.LayerNorm(16))
     basis = torch.stack([table(torch.tensor(3), torch.tensor(p)) for p in (0, 3, 8)])
     span = row_space([torch.randn(20, 3, generator=rng) @ basis])
-    by_position = tokens_in_span(table, span, stream(0, "sketch"), Clock(None), patience=3)
+    by_position = tokens_in_span(table, span, stream(0, "sketch"), Clock(None))
     assert [tokens.tolist() for tokens in by_position] == [[3], [], [], [3]]
-    assert len(tokens_in_span(table, span, stream(0, "sketch"), Clock(None), patience=5)) == 9
+    with monkeypatch.context() as patient:
+        patient.setattr(span_module, "_PATIENCE", 5)
+        assert len(tokens_in_span(table, span, stream(0, "sketch"), Clock(None))) == 9
     hurried = ticking(span_module, 1).clock
     assert [tokens.tolist() for tokens in tokens_in_span(table, span, stream(0, "z"), hurried)] == [
         [3]
