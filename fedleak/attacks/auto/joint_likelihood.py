@@ -436,8 +436,8 @@ class Search(UnderAttack):
                 words |= {*self._allowed(prior_V).topk(_FEW).indices.tolist()}
             for other in self.resized(ids, place, sorted(words)):
                 yield {number: other}
-            for before_it in range(number):
-                yield from self._exchanges(state, place, number, before_it)
+            for earlier in range(number):
+                yield from self._exchanges(state, place, number, earlier)
 
     def _exchanges(self, state: State, place: int, number: int, other: int) -> Iterator[Change]:
         """Yields two texts that exchange their words at a place, or all from there on."""

@@ -154,12 +154,11 @@ class Dager(Reader):
         diagnostics |= clock.late()
         # Only the gradient tells a sequence that begins another, or that occurs twice.
         known = {sentence.ids for sentence in sentences}
-        begun = [
-            replace(min(beginning_so, key=by_excess), ids=ids)
-            for ids in verdict.repeats
-            if ids not in known
-            for beginning_so in [[text for text in sentences if text.ids[: len(ids)] == ids]]
-        ]
+        begun = []
+        for text in verdict.repeats:
+            if text not in known:
+                longer = [sentence for sentence in sentences if sentence.ids[: len(text)] == text]
+                begun.append(replace(min(longer, key=by_excess), ids=text))
         # Noise lets any number of them pass.
         sequences = ranked([*sentences, *begun], verdict, seen.update.num_examples)
         reason = "" if passed else "nothing proved: these are the likeliest sequences"
