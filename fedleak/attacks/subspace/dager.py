@@ -44,7 +44,6 @@ from fedleak.attacks.subspace.span import (
     ACCEPT,
     REPEATS,
     SKETCH,
-    LayerSpans,
     ProjectedSpan,
     Span,
     layer_spans,
@@ -108,7 +107,10 @@ class Dager(Reader):
     def reading(
         self, seen: Observation, model: LanguageModel, rng: torch.Generator, on_progress: Show
     ) -> Reading:
-        """Returns the sequences whose every token passes both layers' span checks."""
+        """Returns the sequences whose every token passes both layers' span checks.
+
+        Their multiplicities, and a proof, are returned where the gradient gives them.
+        """
         clock, tell = Clock(self.seconds), telling(on_progress, model)
         spans = layer_spans(model, certificate.as_gradient(seen))
         if spans is None:
@@ -125,18 +127,6 @@ class Dager(Reader):
         else:
             effort = Effort(self.enumerate_up_to, self.searches, self.kicks)
             sentences = search_sentences(search, model.tokenizer.sep_token_id, effort)
-        return self._answer(sentences, spans, slots, seen, model, clock)
-
-    def _answer(
-        self,
-        sentences: list[Judged],
-        spans: LayerSpans,
-        slots: list[Tensor],
-        seen: Observation,
-        model: LanguageModel,
-        clock: Clock,
-    ) -> Reading:
-        """Returns the sequences, with multiplicities and a proof where the gradient gives them."""
         exact = spans.second.exact
         passed = [sentence for sentence in sentences if exact and sentence.excess < ACCEPT]
         diagnostics: dict[str, Any] = {
@@ -160,7 +150,7 @@ class Dager(Reader):
                 longer = [sentence for sentence in sentences if sentence.ids[: len(text)] == text]
                 begun.append(replace(min(longer, key=by_excess), ids=text))
         # Noise lets any number of them pass.
-        sequences = ranked([*sentences, *begun], verdict, seen.update.num_examples)
+        sequences = ranked([*sentences, *begun], verdict, wanted)
         reason = "" if passed else "nothing proved: these are the likeliest sequences"
         return Reading.of(recovered(sequences, verdict, diagnostics=diagnostics, reason=reason))
 
