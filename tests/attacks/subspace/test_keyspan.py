@@ -3,6 +3,7 @@ import json
 import math
 from dataclasses import asdict, fields, replace
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -336,9 +337,8 @@ def made_atoms(pairs, first, last):
     """Atoms of which only the places matter."""
     tokens, positions = torch.tensor(pairs).T
     unused = {field.name: None for field in fields(Atoms)}
-    return Atoms(
-        **unused | {"token_A": tokens, "position_A": positions, "first": first, "last": last}
-    )
+    of_tokens = {"bag": SimpleNamespace(tokens_N=tokens), "bag_A": torch.arange(len(tokens))}
+    return Atoms(**unused | of_tokens | {"position_A": positions, "first": first, "last": last})
 
 
 @given(st.sampled_from([(None, None), (100, 101)]), st.data(), st.integers(2, 6), st.integers(1, 5))

@@ -124,7 +124,7 @@ def test_what_is_behind_the_last_token_that_passes_is_found(batch):
         alone = len(behind) == 1 and len(behind[0]) - len(path) <= LONGEST_TAIL
         assert (tail.excess < ACCEPT) == alone
         if alone:
-            assert [(*path, *tail.tokens)] == behind
+            assert [(*path, *tail.path)] == behind
             read_texts |= {*behind}
     assert len(read_texts) >= 2
 
