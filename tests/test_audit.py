@@ -351,7 +351,7 @@ def test_without_a_leak_no_defense_is_tried(audited: Run, monkeypatch: pytest.Mo
     assert [path.name for path in Path("runs").iterdir()] == ["small-audit"]
 
 
-def test_a_run_is_audited_as_it_is(here: Path) -> None:
+def test_a_run_is_audited_as_it_is(here: Path, in_process: None) -> None:
     Path("small.toml").write_text(toml())
     assert call("run", "small.toml")[0] == 0
     status, text, errors = call("audit", "runs/small")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from built import summary_of
-from tiny import call, tables
+from tiny import Here, call, tables
 
 from fedleak import models
 from fedleak.audit.gate import limits
@@ -22,6 +22,7 @@ from fedleak.federation.workload import divide, read_data
 from fedleak.flower.engines import train
 from fedleak.models import CAUSAL_LM, loading
 from fedleak.running import pipeline, preparation
+from fedleak.running.dispatch.dispatcher import Crew
 from fedleak.store.records import PUBLISHED, PublishedRow
 from fedleak.store.run import Run
 from fedleak.store.summaries import SUMMARY
@@ -68,7 +69,7 @@ def experiment_tables(folder, **changes):
 def run(experiment, tmp_path_factory):
     """The run of it."""
     made = preparation.prepare(experiment, tmp_path_factory.mktemp("published") / "run")
-    pipeline.carry_out(made, experiment, train)
+    pipeline.carry_out(made, experiment, train, Crew([Here()]))
     return made
 
 
@@ -221,7 +222,7 @@ def test_a_model_that_was_not_asked_is_asked_again_and_says_the_same(experiment,
     code, printed, errors = call("score", str(run.path))
     assert code == 1
     assert "secrets.jsonl lacks rounds" in printed + errors
-    pipeline.carry_out(run, experiment, train)
+    pipeline.carry_out(run, experiment, train, Crew([Here()]))
     assert pipeline.finished(run, experiment)
     assert sorted(run.rows(PUBLISHED), key=lambda row: row.round) == before
 
