@@ -1,11 +1,12 @@
 import json
 import os
+import shutil
 import stat
 from pathlib import Path
 
 import datasets
 import pytest
-from tiny import DLG, call, toml
+from tiny import DLG, call, trained_here
 
 from fedleak.audit.score_files import mark
 from fedleak.federation.lookup import stored
@@ -17,11 +18,15 @@ from fedleak.store.summaries import SUMMARY
 READERS = {"csv": datasets.Dataset.from_csv, "parquet": datasets.Dataset.from_parquet}
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained_here(tmp_path_factory.mktemp("trained"), {"attack": [DLG]})
+
+
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_process: None) -> Run:
+def run(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.chdir(tmp_path)
-    Path("small.toml").write_text(toml({"attack": [DLG]}))
-    assert call("run", "small.toml")[0] == 0
+    shutil.copytree(trained, tmp_path / "runs" / "small")
     return Run(tmp_path / "runs" / "small")
 
 
