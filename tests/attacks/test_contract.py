@@ -48,7 +48,7 @@ QUICK = {
     "keyspan": {"beam": 2},
     "command": {"command": f"{shlex.quote(sys.executable)} {PROGRAM} {{observation}} {{answer}}"},
     "auto": {"steps": 2},
-    "state_pursuit": {"width": 2, "longest": 5},
+    "state_pursuit": {"width": 2, "longest": 3},
 }
 MODELS = [
     ("bert", CLASSIFICATION),
@@ -127,11 +127,11 @@ def over(names, cases, *, rarely=()):
 def takes_long(case):
     """Whether a case is one of an attack for which one model is enough.
 
-    `auto` asks all others, `tag` is `dlg` with another distance, and `command` saves a model with
-    the code of transformers.
+    `auto` asks all others, `tag` is `dlg` with another distance, `lamp` is `dlg` with another way
+    to order what it finds, and `command` saves a model with the code of transformers.
     """
     who = case[0] if isinstance(case[0], str) else case[0][0]
-    return who in ("auto", "command", "tag") and MODELS[0] not in case
+    return who in ("auto", "command", "lamp", "tag") and MODELS[0] not in case
 
 
 def quick(kind):
@@ -269,12 +269,16 @@ def test_a_factor_on_the_whole_update_changes_nothing_that_is_read(small, observ
 USING_NOT_ALL = [kind for kind in ALL if set(GRANTED) - quick(kind).uses]
 
 
-@over(("kind", "built"), product(USING_NOT_ALL, ONE_OF_EACH_FAMILY))
-def test_facts_that_it_does_not_use_change_nothing(small, observe, kind, built):
-    attack, model = quick(kind), small(*built, width=32, longest=LONGEST)
-    truth = observe(model, 2, max_length=6)
-    unused = [fact for fact in GRANTED if fact not in attack.uses]
-    answer = run(attack, granting(truth.seen, truth, unused), model)
+@pytest.mark.parametrize("kind", USING_NOT_ALL)
+def test_facts_that_it_does_not_use_change_nothing(small, observe, kind):
+    """Of the first model that it can work on: which facts it takes is no matter of the model."""
+    attack, unused = quick(kind), [fact for fact in GRANTED if fact not in quick(kind).uses]
+    for built in ONE_OF_EACH_FAMILY:
+        model = small(*built, width=32, longest=LONGEST)
+        truth = observe(model, 2, max_length=6)
+        answer = run(attack, granting(truth.seen, truth, unused), model)
+        if answer is not None:
+            break
     assert_same(answer, run(attack, truth.seen, model))
 
 
@@ -405,11 +409,11 @@ class Easy:
 
 
 EASY = {
-    # On the placebos, which nothing matches, all steps are made.
+    # On the placebos, which nothing matches, all steps are made. What is easy `auto` reads without.
     "dlg": Easy(settings={"steps": 60}),
     "lamp": Easy(settings={"steps": 60}),
     "tag": Easy(settings={"steps": 60}),
-    "auto": Easy(settings={"steps": 60}),
+    "auto": Easy(settings={"steps": 2}),
     "command": Easy(settings=QUICK["command"]),
     # In a batch it only guesses which words belong to one text.
     "position_marginals": Easy(texts=("she told us that",)),
