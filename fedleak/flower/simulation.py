@@ -63,10 +63,12 @@ def train(run: Run, experiment: Experiment, stop: Callable[[], bool] = lambda: F
     log = path / "flower.log"
     # -P: a `server` package in the current folder must not stand in for this one.
     command = [sys.executable, "-P", "-m", "fedleak.flower.simulation"]
+    clients = experiment.federation.clients
+    at_once = min(clients, experiment.federation.at_once or clients)
     with (
         open(log, "wb", opener=opened) as output,
         subprocess.Popen(
-            [*command, str(path), str(experiment.federation.clients)],
+            [*command, str(path), str(clients), str(at_once)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=output,
@@ -92,8 +94,13 @@ def train(run: Run, experiment: Experiment, stop: Callable[[], bool] = lambda: F
 # --- the keeper -----------------------------------------------------------------------------
 
 
-def keep(run_path: Path, clients: int) -> None:
+def keep(run_path: Path, clients: int, at_once: int) -> None:
     """Simulates, and leaves nothing behind.
+
+    Args:
+        run_path: The run directory.
+        clients: Of the federation.
+        at_once: How many of them train at a time, at most.
 
     Raises:
         FedleakError: The simulation failed.
@@ -103,12 +110,12 @@ def keep(run_path: Path, clients: int) -> None:
         ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     with tempfile.TemporaryDirectory(prefix="fl-", ignore_cleanup_errors=True) as folder:
         try:
-            simulate(Path(folder), run_path, clients)
+            simulate(Path(folder), run_path, clients, at_once)
         finally:
             end_descendants()
 
 
-def simulate(folder: Path, run_path: Path, clients: int) -> None:
+def simulate(folder: Path, run_path: Path, clients: int, at_once: int) -> None:
     """Trains a run with a SuperLink of its own, all of whose files are in `folder`."""
     home, app, empty = folder / "home", folder / "app", folder / "empty"
     for directory in (home, app, empty):
@@ -125,7 +132,8 @@ def simulate(folder: Path, run_path: Path, clients: int) -> None:
         stdout=sys.stderr,
     )
     wait_until(lambda: superlink.poll() is not None or listens(port))
-    number = str(flwr("run", str(app), NAME, "--federation-config", federation(clients))["run-id"])
+    settings = federation(clients, at_once)
+    number = str(flwr("run", str(app), NAME, "--federation-config", settings)["run-id"])
     status = details = ""
     while not status.startswith("finished"):
         call("flwr", "log", number, NAME, output=sys.stderr)  # until the run ends
@@ -212,9 +220,9 @@ def thin_app(run_path: Path) -> dict[str, Any]:
     return {"project": project, "tool": {"flwr": {"app": app}}}
 
 
-def federation(clients: int) -> str:
+def federation(clients: int, at_once: int) -> str:
     """Returns Flower's federation settings: no more Ray workers than can have work."""
-    workers = min(clients, os.cpu_count() or 1)
+    workers = min(at_once, os.cpu_count() or 1)
     return f"num-supernodes={clients} client-resources-num-cpus=1 init-args-num-cpus={workers}"
 
 
@@ -246,7 +254,7 @@ def environment(folder: Path, run_path: Path, given: Mapping[str, str]) -> dict[
 
 if __name__ == "__main__":
     try:
-        keep(Path(sys.argv[1]), int(sys.argv[2]))
+        keep(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
     except FedleakError as problem:
         sys.stdout.write(str(problem))
         sys.exit(1)

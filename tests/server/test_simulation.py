@@ -103,11 +103,12 @@ def test_flower_stays_on_this_machine_and_in_its_folder():
     assert variables["no_proxy"] == "intranet,127.0.0.1,localhost"
 
 
-def test_ray_has_no_more_workers_than_clients_or_processors(monkeypatch):
+def test_ray_has_no_more_workers_than_clients_at_once_or_processors(monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    assert simulation.federation(3).endswith("init-args-num-cpus=3")
-    assert simulation.federation(30).endswith("init-args-num-cpus=8")
-    assert simulation.federation(30).startswith("num-supernodes=30 client-resources-num-cpus=1 ")
+    assert simulation.federation(3, 3).endswith("init-args-num-cpus=3")
+    assert simulation.federation(30, 2).endswith("init-args-num-cpus=2")
+    assert simulation.federation(30, 30).endswith("init-args-num-cpus=8")
+    assert simulation.federation(30, 2).startswith("num-supernodes=30 client-resources-num-cpus=1 ")
 
 
 def test_a_port_is_free_until_somebody_listens():
@@ -144,7 +145,7 @@ from pkgutil import resolve_name
 from fedleak.flower.runs import answer_of
 from fedleak.flower import simulation
 
-def simulate(folder, run_path, clients):
+def simulate(folder, run_path, clients, at_once):
     # A child that goes away and leaves a child of its own, in another session and deaf to SIGTERM.
     deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"
     child = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {deaf!r}], " \\
@@ -154,7 +155,7 @@ def simulate(folder, run_path, clients):
     simulation.wait_until(lambda: (run_path / "enough").exists())
 
 simulation.simulate = simulate
-simulation.keep(Path(sys.argv[1]), 1)
+simulation.keep(Path(sys.argv[1]), 1, 1)
 """
 
 
@@ -188,7 +189,8 @@ RESPONSES = {
 @pytest.mark.parametrize(
     "tables",
     [
-        {},
+        # One after the other: each of Ray's workers takes as long to start as the rest of it.
+        {"federation": {"at_once": 1}},
         pytest.param({"model": {"lora": {"rank": 2}}}, marks=pytest.mark.slow),
         pytest.param(RESPONSES, marks=pytest.mark.slow),
     ],
@@ -197,8 +199,8 @@ RESPONSES = {
 def test_captures_and_models_are_those_of_the_inline_engine_to_the_bit(tmp_path, capfd, tables):
     runs = {}
     for engine in (inline, simulation):
-        federation = {"engine": engine.__name__.rpartition(".")[2]}
-        experiment = tiny(federation=federation, **tables)
+        federation = {"engine": engine.__name__.rpartition(".")[2]} | tables.get("federation", {})
+        experiment = tiny(**tables | {"federation": federation})
         runs[engine] = preparation.prepare(experiment, tmp_path / engine.__name__)
         capfd.readouterr()
         engine.train(runs[engine], experiment)
