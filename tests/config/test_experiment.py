@@ -407,7 +407,7 @@ def test_experiments_without_a_client_table_are_what_they_were():
 NO_ROOM = [
     (
         {"client": {"precision": "bfloat16"}, "defense": [{"kind": "dp_sgd", "epsilon": 8.0}]},
-        ["defense[0] (dp_sgd)", "client.precision = 'bfloat16'"],
+        ["defense[0] (dp_sgd)", "client.precision = 'bfloat16': set client.precision = 'float32'"],
     ),
     (
         {"model": {"lora": {"dora": True}}, "defense": [{"kind": "dp_sgd", "epsilon": 8.0}]},
