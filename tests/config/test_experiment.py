@@ -13,7 +13,7 @@ from fedleak.attacks.analytic.probes import Probes
 from fedleak.attacks.auto.attack import Auto
 from fedleak.attacks.matching.dlg import Dlg
 from fedleak.attacks.subspace.dager import Dager
-from fedleak.cli.runs import PRESET
+from fedleak.cli.options import PRESET
 from fedleak.config.checks import (
     attack_settings,
     check_attacks,
