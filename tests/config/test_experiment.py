@@ -117,6 +117,11 @@ BAD = [
     ),
     ({"client": {"final_learning_rate": 1e-6}}, ["client", "final_learning_rate", "set schedule"]),
     (
+        {"client": {"schedule": "linear", "final_learning_rate": 0.1}}
+        | {"federation": {"algorithm": "fedavg", "learning_rate": 1e-3}},
+        ["client.final_learning_rate = 0.1", "federation.learning_rate = 0.001", "or less"],
+    ),
+    (
         {"client": {"optimiser": "adam"}, "utility": {"reference": True}}
         | {"federation": {"algorithm": "fedavg"}},
         ["utility.reference", "client.optimiser", "leave one of them out"],
