@@ -70,8 +70,12 @@ def test_a_server_that_cannot_do_what_it_is_to_do_is_refused():
             "none of them trains in a round that is attacked",
         ),
         ({"gate__may_abstain": ["dlg"]}, "gate.may_abstain"),
+        (
+            {"model__lora": {"dropout": 0.1}},
+            r"model.lora.dropout = 0.1 is off, .*: set federation.dropout = true, or",
+        ),
     ],
-    ids=["canaries", "responses", "clients", "gate"],
+    ids=["canaries", "responses", "clients", "gate", "dropout"],
 )
 def test_what_run_refuses_is_not_explained(changes, reason):
     with pytest.raises(ConfigError, match=reason):

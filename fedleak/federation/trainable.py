@@ -46,6 +46,7 @@ def trainable(experiment: Experiment) -> Trainable:
             f"threat.clients = {experiment.threat.clients}, but none of them trains in a round "
             "that is attacked: choose others, or other threat.rounds"
         )
+    checks.check_dropout(experiment)
     checks.check_defenses(experiment, model)
     checks.check_canaries(experiment, model)
     checks.check_published(experiment)

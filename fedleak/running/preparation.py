@@ -193,16 +193,12 @@ def _remarks(
     """Returns remarks on settings that are no mistake, but may not be intended."""
     whole = [] if experiment.audit.store == "all" else read_whole(experiment, model)
     batch, parts = experiment.federation.batch_size, workload.parts
-    lora, dropout = experiment.model.lora, experiment.federation.dropout
     small = [len(part) for part in parts if 0 < len(part) < batch]
     possible = {
         f"{dropped} rows without text were dropped": dropped,
         f"{unknown:.0%} of the tokens are unknown words, which no attack can read": unknown > 0.05,
         f"federation.batch_size = {batch} is more than {len(small)} of {len(parts)} clients have: "
         f"their batches are all that they have, {min(small, default=0)} examples or more": small,
-        "model.lora.dropout is off, because federation.dropout is": (
-            lora is not None and lora.dropout > 0 and not dropout
-        ),
         f"audit.store = 'read' stores whole updates, because {', '.join(whole)} read them": whole,
     }
     adapters, malicious = first_of_adapters(experiment), malicious_server(experiment)
