@@ -4,6 +4,7 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 import tomllib
@@ -24,7 +25,8 @@ from fedleak.flower.client.app import app as client_app
 from fedleak.flower.runs import answer_of
 from fedleak.flower.server.app import app as server_app
 from fedleak.running import preparation
-from fedleak.util.errors import FedleakError
+from fedleak.store.run import Run
+from fedleak.util.errors import ConfigError, FedleakError
 
 TINY = {
     "name": "tiny",
@@ -101,6 +103,16 @@ def test_flower_stays_on_this_machine_and_in_its_folder():
     assert variables["RAY_TMPDIR"] == "/x"
     assert variables["PATH"].endswith(f"{os.pathsep}/bin")
     assert variables["no_proxy"] == "intranet,127.0.0.1,localhost"
+
+
+def test_programs_of_flower_that_are_not_here_are_named_before_anything_starts(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"'flower-superlink' is neither in .*: add the folder"):
+        simulation.train(Run(tmp_path), tiny())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_ray_has_no_more_workers_than_clients_or_processors(monkeypatch):
