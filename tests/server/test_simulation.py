@@ -27,6 +27,7 @@ from fedleak.flower.server.app import app as server_app
 from fedleak.running import preparation
 from fedleak.store.run import Run
 from fedleak.util.errors import ConfigError, FedleakError
+from fedleak.util.nested import merged
 
 TINY = {
     "name": "tiny",
@@ -39,7 +40,7 @@ TINY = {
 
 
 def tiny(**tables: dict[str, object]) -> Experiment:
-    return parse(TINY | {name: TINY[name] | table for name, table in tables.items()})
+    return parse(TINY | {name: TINY.get(name, {}) | table for name, table in tables.items()})
 
 
 def wait_for(condition: Callable[[], object], seconds: float) -> None:
@@ -197,11 +198,19 @@ RESPONSES = {
 }
 
 
+AS_PEOPLE_TRAIN = {
+    "model": {"lora": {"rank": 2, "dropout": 0.2}},
+    "federation": {"algorithm": "fedavg", "learning_rate": 1e-3, "dropout": True},
+    "client": {"optimiser": "adamw", "weight_decay": 0.1, "accumulate": 2}
+    | {"precision": "bfloat16-mixed"},
+}
+
+
 @pytest.mark.parametrize(
     "tables",
     [
         {},
-        pytest.param({"model": {"lora": {"rank": 2}}}, marks=pytest.mark.slow),
+        pytest.param(AS_PEOPLE_TRAIN, marks=pytest.mark.slow),
         pytest.param(RESPONSES, marks=pytest.mark.slow),
     ],
     ids=["whole", "adapters", "responses"],
@@ -209,8 +218,8 @@ RESPONSES = {
 def test_captures_and_models_are_those_of_the_inline_engine_to_the_bit(tmp_path, capfd, tables):
     runs = {}
     for engine in (inline, simulation):
-        federation = {"engine": engine.__name__.rpartition(".")[2]}
-        experiment = tiny(federation=federation, **tables)
+        federation = {"federation": {"engine": engine.__name__.rpartition(".")[2]}}
+        experiment = tiny(**merged(federation, tables))
         runs[engine] = preparation.prepare(experiment, tmp_path / engine.__name__)
         capfd.readouterr()
         engine.train(runs[engine], experiment)
