@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from fedleak.audit.metrics import intervals
 from fedleak.cli import app
-from fedleak.cli.runs import QUICKSTART
+from fedleak.cli.options import QUICKSTART
 from fedleak.config.loading import load
 from fedleak.running import sweep
 

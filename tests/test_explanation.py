@@ -52,6 +52,36 @@ def test_a_server_that_cannot_do_what_it_is_to_do_is_refused():
         explained(model=lora, server={"mode": "imprint"})
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (
+            {"federation__algorithm": "fedavg", "client__optimiser": "adamw", "canary__count": 4},
+            "canary: canaries are scored in sums of gradients, and client.optimiser changes",
+        ),
+        (
+            {"model__name": "builtin/gpt2-tiny", "model__task": "causal-lm"}
+            | {"model__response_template": "### Response:"},
+            "8 of 8 texts have nothing behind model.response_template",
+        ),
+        (
+            {"federation__clients_per_round": 1, "threat__clients": [0], "threat__rounds": [1]}
+            | {"seed": 1},
+            "none of them trains in a round that is attacked",
+        ),
+        ({"gate__may_abstain": ["dlg"]}, "gate.may_abstain"),
+        (
+            {"model__lora": {"dropout": 0.1}},
+            r"model.lora.dropout = 0.1 is off, .*: set federation.dropout = true, or",
+        ),
+    ],
+    ids=["canaries", "responses", "clients", "gate", "dropout"],
+)
+def test_what_run_refuses_is_not_explained(changes, reason):
+    with pytest.raises(ConfigError, match=reason):
+        explained(**changes)
+
+
 def test_a_sum_is_said_to_be_one_clients_in_the_rounds_that_have_a_target():
     changes = {"defense": [{"kind": "secure_sum"}], "federation__rounds": 3}
     together = "the gradient of all clients of a round together"
@@ -78,7 +108,8 @@ def test_a_loss_on_responses_is_said_and_ends_what_needs_all_tokens():
             "name": "builtin/gpt2-tiny",
             "task": "causal-lm",
             "response_template": "### Response:",
-        }
+        },
+        "data__text": "{instruction}\n### Response: {response}",
     }
     assert "clients learn what stands behind the last '### Response:' of a text" in shown(**learned)
     explained_attacks = by_name(explained(**learned))
@@ -152,3 +183,13 @@ def test_the_command_trains_and_writes_nothing(tmp_path, monkeypatch):
     assert "the server sees: the gradient of each client" in output
     assert [path.name for path in tmp_path.iterdir()] == ["small.toml"]
     assert call("explain", "none.toml")[0] == 2
+
+
+def test_without_a_file_it_explains_what_run_would_run():
+    status, output, _ = call("explain", "--set", "preset=flowertune", "--set", "data.samples=320")
+    assert status == 0
+    assert output.startswith("preset flowertune")
+    status, output, _ = call("explain")
+    assert status == 0
+    assert output.startswith("quickstart-llama")
+    assert "\nquickstart-gpt2\n" in output

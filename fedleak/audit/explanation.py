@@ -11,7 +11,9 @@ from fedleak.attacks import Attack, AttackSetting, Equipped, Planned, Step
 from fedleak.config import checks
 from fedleak.config.components import build_attack
 from fedleak.config.experiment import Experiment
-from fedleak.federation.workload import num_labels, outline
+from fedleak.federation.trainable import trainable
+from fedleak.federation.workload import outline
+from fedleak.models import LanguageModel
 from fedleak.training.observation import GRANTABLE
 from fedleak.util.errors import ConfigError
 
@@ -62,12 +64,9 @@ def explain(experiment: Experiment) -> Explanation:
     """Explains an experiment.
 
     Raises:
-        ConfigError: Its data or its model cannot be read, or its defenses or its
-            server cannot work.
+        ConfigError: `fedleak run` would refuse it, for what is not about attacks.
     """
-    model = outline(experiment, num_labels(experiment))
-    checks.check_defenses(experiment, model)
-    checks.check_server(experiment, model)
+    model = _model(experiment)
     settings = checks.attack_settings(experiment, model)
     knows = experiment.server_facts | experiment.threat_model.knows
     listed = {named.attack.kind for named in experiment.attacks}
@@ -90,6 +89,16 @@ def explain(experiment: Experiment) -> Explanation:
             ),
         ),
     )
+
+
+def _model(experiment: Experiment) -> LanguageModel:
+    """Returns the model, without weights, of what is to be trained or was trained elsewhere."""
+    if experiment.tapped is None:
+        return trainable(experiment).model
+    model = outline(experiment, experiment.tapped.labels)
+    checks.check_defenses(experiment, model)
+    checks.check_server(experiment, model)
+    return model
 
 
 def _applicability(

@@ -3,22 +3,27 @@
 import itertools
 
 from fedleak.cli.display import console
-from fedleak.cli.options import File, Set
+from fedleak.cli.options import File, Files, Set, files_or_shipped
 from fedleak.util.errors import ConfigError, FedleakError
 from fedleak.util.sanitise import markup
 
 
-def explain(file: File, changes: Set = None) -> None:
+def explain(files: Files = None, changes: Set = None) -> None:
     """Show what an experiment lets the server see, and which attacks can read it.
 
-    FILE is an experiment file. Nothing is trained and nothing is written.
+    FILE is an experiment file. Without one, what `fedleak run` would run is explained: the two
+    experiments of the quickstart, or with `--set preset=flowertune` a round in that setting.
+    Nothing is trained and nothing is written.
     """
     from fedleak.audit.explanation import explain as explained
     from fedleak.config.loading import load
     from fedleak.report.terminal import explanation
 
-    experiment = load(file, changes or ())
-    explanation.show(experiment, explained(experiment), console)
+    paths = files_or_shipped(files, changes or ())
+    for experiment in [load(path, changes or ()) for path in paths]:
+        if len(paths) > 1:
+            console.print(f"[bold]{markup(experiment.name)}[/]")
+        explanation.show(experiment, explained(experiment), console)
 
 
 def check_defense(file: File, changes: Set = None) -> None:

@@ -6,25 +6,27 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedleak.cli.completion import experiment_files
 from fedleak.cli.display import console, progress, remark
-from fedleak.cli.options import AllowCommands, Fresh, Retry, RunPath, Set, Texts
+from fedleak.cli.options import (
+    AllowCommands,
+    Files,
+    Fresh,
+    Retry,
+    RunPath,
+    Set,
+    Texts,
+    by_key,
+    files_or_shipped,
+)
 from fedleak.util.errors import ConfigError, FedleakError
 from fedleak.util.sanitise import markup
-from fedleak.util.shipped import shipped
 
 if TYPE_CHECKING:
     from fedleak.config.experiment import Experiment
 
-QUICKSTART = [shipped("quickstart-llama.toml"), shipped("quickstart-gpt2.toml")]
-PRESET = [shipped("preset.toml")]
-
 
 def run(
-    files: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="[FILE]...", autocompletion=experiment_files, hidden=True),
-    ] = None,
+    files: Files = None,
     changes: Set = None,
     fresh: Fresh = False,
     allow_commands: AllowCommands = False,
@@ -46,9 +48,9 @@ def run(
     from fedleak.running.dispatch.dispatcher import Crew
     from fedleak.running.preparation import prepare, refuse_data_on_nodes
 
-    files = files or (PRESET if "preset" in _by_key(changes or ()) else QUICKSTART)
-    experiments = [load(path, changes or ()) for path in files]
-    for path, experiment in zip(files, experiments, strict=True):
+    paths = files_or_shipped(files, changes or ())
+    experiments = [load(path, changes or ()) for path in paths]
+    for path, experiment in zip(paths, experiments, strict=True):
         refuse_data_on_nodes(experiment)
         if path.suffix == RUN_JSON and not allow_commands:
             refuse_stored_programs(path.parent, experiment, changes or ())
@@ -84,17 +86,13 @@ def refuse_stored_programs(path: Path, experiment: "Experiment", changes: Sequen
     run = Run(path)
     if run.exists() and run.is_genuine("run.json"):
         return
-    keys = _by_key(changes).keys()
+    keys = by_key(changes).keys()
     address = keys & {"workers", "workers.ray", "workers.ray.address"}
     refuse_programs_of_others(
         path,
         () if "attack" in keys else experiment.attacks,
         None if address else experiment.workers,
     )
-
-
-def _by_key(changes: Sequence[str]) -> dict[str, str]:
-    return {change.partition("=")[0].strip(): change for change in changes}
 
 
 def attack(
@@ -143,7 +141,7 @@ def attack(
     at.info()  # refuses a folder that is no run
     refuse_purged(at)
     stored(at)  # refuses one whose experiment is not what was run
-    for key, change in _by_key(changes or ()).items():
+    for key, change in by_key(changes or ()).items():
         if key.split(".")[0] not in ("attack", "threat", "workers"):
             raise ConfigError(f"--set {change!r}: only attack, threat and workers can change here")
     experiment = load(path / "run.json", changes or ())

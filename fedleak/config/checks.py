@@ -17,6 +17,20 @@ from fedleak.training.observation import ThreatModel
 from fedleak.util.errors import ConfigError, unknown
 
 
+def check_dropout(experiment: Experiment) -> None:
+    """Refuses dropout of adapters that nobody trains with.
+
+    Raises:
+        ConfigError: There is such dropout.
+    """
+    lora, table = experiment.model.lora, experiment.federation
+    if lora is not None and lora.dropout and not table.dropout:
+        raise ConfigError(
+            f"model.lora.dropout = {lora.dropout:g} is off, because federation.dropout is: set "
+            "federation.dropout = true, or model.lora.dropout = 0"
+        )
+
+
 def check_defenses(experiment: Experiment, model: LanguageModel) -> None:
     """Refuses defenses that cannot work on this model.
 

@@ -53,7 +53,7 @@ class StepTable(Table):
     """Rounds that it takes to fall, with one rate in each round. Left out: it falls over the steps
     of every round."""
     final_learning_rate: Annotated[float, Field(ge=0)] = 0.0
-    """Where the schedule ends."""
+    """Where the schedule ends: not above the learning rate, from which it falls."""
 
     @model_validator(mode="after")
     def _used(self) -> "StepTable":

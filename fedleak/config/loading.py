@@ -155,6 +155,13 @@ def _check_client(experiment: Experiment) -> None:
             f"client.{changed} is about a client's steps, and under fedsgd a client makes none: "
             "leave it out, or set federation.algorithm = 'fedavg'"
         )
+    first, last = experiment.federation.learning_rate, experiment.client.final_learning_rate
+    # What another app trained with is what it is.
+    if last > first and experiment.tapped is None:
+        raise ConfigError(
+            f"client.final_learning_rate = {last:g}: a schedule falls, and "
+            f"federation.learning_rate = {first:g}: set it to that or less"
+        )
     if "noise_scale" in experiment.threat.knows and "noise_scale" in absent:
         raise ConfigError(
             f"threat.knows has noise_scale, and {absent['noise_scale']}: do not grant it"

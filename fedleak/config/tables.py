@@ -75,7 +75,7 @@ class LoraTable(Table):
     targets: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] | None = None
     """Linear layers by name, or all but the last; left out: the query and value projections."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Dropout on the adapters' inputs; it is on where `federation.dropout` is."""
+    """Dropout on the adapters' inputs; it needs `federation.dropout`, which turns all of it on."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank), as rsLoRA does (Kalajdzievski 2023)."""
     dora: bool = False

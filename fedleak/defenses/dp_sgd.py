@@ -77,7 +77,7 @@ class DpSgd(NoiseOrEpsilon):
         if local.recipe.precision != "float32":
             return (
                 f"its noise is counted in float32, and client.precision = "
-                f"{local.recipe.precision!r}: leave that out"
+                f"{local.recipe.precision!r}: set client.precision = 'float32'"
             )
         if any(".lora_magnitude_vector." in name for name in model.trained()):
             return (

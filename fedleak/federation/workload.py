@@ -129,17 +129,6 @@ def candidates(
     return sequences, corpus.labels if classifies else ()
 
 
-def num_labels(experiment: Experiment) -> int:
-    """Returns how many classes the data has.
-
-    Raises:
-        ConfigError: What `read_data` raises.
-    """
-    if experiment.tapped is not None:
-        return experiment.tapped.labels
-    return len(read_data(experiment).train.label_names)
-
-
 def outline(experiment: Experiment, num_labels: int) -> LanguageModel:
     """Returns the model with its tokenizer and names, but without weights."""
     return loading.outline(experiment.model_spec(num_labels))

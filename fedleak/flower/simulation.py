@@ -17,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import os
 import select
+import shutil
 import socket
 import subprocess
 import sys
@@ -31,7 +32,7 @@ import psutil
 import tomli_w
 
 from fedleak.flower.runs import COMPLETED, answer_of, run_config
-from fedleak.util.errors import FedleakError, StoppedError
+from fedleak.util.errors import ConfigError, FedleakError, StoppedError
 
 if TYPE_CHECKING:
     from fedleak.config.experiment import Experiment
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
 
 NAME = "fedleak"
 """The name of the connection to our SuperLink in Flower's configuration."""
+
+PROGRAMS = ("flower-superlink", "flower-superexec", "flwr-simulation", "flwr")
+"""What a simulation starts, all of which come with Flower."""
 
 FAILED = "Simulation failed with exception: "  # how Flower begins the text of an exception
 POLL_SECONDS = 0.1
@@ -55,10 +59,12 @@ def train(run: Run, experiment: Experiment, stop: Callable[[], bool] = lambda: F
         stop: Called now and then; if it returns true, the simulation is ended.
 
     Raises:
+        ConfigError: Flower's programs are not here.
         FedleakError: A client or Flower failed, or training was to stop.
     """
     from fedleak.util.plain_files import opened
 
+    refuse_missing_programs(search_path(os.environ))
     path = run.path.absolute()
     log = path / "flower.log"
     # -P: a `server` package in the current folder must not stand in for this one.
@@ -89,6 +95,23 @@ def train(run: Run, experiment: Experiment, stop: Callable[[], bool] = lambda: F
     if keeper.returncode:
         reason = " ".join(failure.split()) or "Flower's simulation was cut short"
         raise FedleakError(f"{reason}; Flower's log is {str(log)!r}")
+
+
+def refuse_missing_programs(path: str) -> None:
+    """Refuses to simulate without Flower's programs.
+
+    Args:
+        path: The folders that they are looked for in.
+
+    Raises:
+        ConfigError: Some are not there; the message names them.
+    """
+    if missing := [program for program in PROGRAMS if shutil.which(program, path=path) is None]:
+        raise ConfigError(
+            f"federation.engine = 'simulation' starts programs of Flower, and {missing[0]!r} is "
+            f"neither in {sysconfig.get_path('scripts')!r} nor in PATH: add the folder that flwr's "
+            "programs were installed into to PATH, or set federation.engine = 'inline'"
+        )
 
 
 # --- the keeper -----------------------------------------------------------------------------
@@ -226,6 +249,11 @@ def federation(clients: int, at_once: int) -> str:
     return f"num-supernodes={clients} client-resources-num-cpus=1 init-args-num-cpus={workers}"
 
 
+def search_path(given: Mapping[str, str]) -> str:
+    """Returns the folders of programs: that beside this Python before all others."""
+    return os.pathsep.join([sysconfig.get_path("scripts"), given.get("PATH", os.defpath)])
+
+
 def environment(folder: Path, run_path: Path, given: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables that keep Flower and Ray to this machine and this folder.
 
@@ -234,7 +262,7 @@ def environment(folder: Path, run_path: Path, given: Mapping[str, str]) -> dict[
     """
     direct = [given.get("no_proxy", given.get("NO_PROXY", "")), "127.0.0.1", "localhost"]
     return {
-        "PATH": os.pathsep.join([sysconfig.get_path("scripts"), given.get("PATH", os.defpath)]),
+        "PATH": search_path(given),
         "FEDLEAK_VAULT": str(run_path.parent),  # fedleak.flower.client.context
         "FLWR_HOME": str(folder / "home"),
         "FLWR_LOG_LEVEL": "INFO",

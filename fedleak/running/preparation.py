@@ -20,22 +20,9 @@ from fedleak.config.stored_parameters import check_stored, read_whole
 from fedleak.config.tables import WorkersTable
 from fedleak.config.wording import difference
 from fedleak.federation.lookup import Examples, examples, stored
-from fedleak.federation.protection import protection
-from fedleak.federation.schedule import (
-    clients_of_round,
-    expected_captures,
-    first_of_adapters,
-    malicious_server,
-    target,
-)
-from fedleak.federation.workload import (
-    Workload,
-    candidates,
-    divide,
-    outline,
-    read_data,
-    unknown_fraction,
-)
+from fedleak.federation.schedule import first_of_adapters, malicious_server
+from fedleak.federation.trainable import trainable
+from fedleak.federation.workload import Workload, candidates, outline, read_data
 from fedleak.models import CLASSIFICATION, LanguageModel, loading
 from fedleak.running import forecast
 from fedleak.store.files import naming, second_name
@@ -104,22 +91,12 @@ def plan(experiment: Experiment) -> Plan:
     Raises:
         ConfigError: The experiment cannot work.
     """
-    split = read_data(experiment)
+    split, model, workload, unknown = trainable(experiment)
     classes = split.train.label_names
     num_labels = len(classes)
-    model = outline(experiment, num_labels)
-    if experiment.threat.clients is not None and not expected_captures(experiment):
-        raise ConfigError(
-            f"threat.clients = {experiment.threat.clients}, but none of them trains in a round "
-            "that is attacked: choose others, or other threat.rounds"
-        )
-    checks.check_defenses(experiment, model)
-    checks.check_canaries(experiment, model)
-    checks.check_published(experiment)
-    checks.check_server(experiment, model)
-    check_targets(experiment, model)
     checks.check_attacks(experiment, model)
     personal_data.recogniser(experiment.audit, model)  # refuses what is not installed
+<<<<<<< HEAD
     checks.check_waiting(experiment)
     names = [named_attack.name for named_attack in experiment.attacks]
     checks.check_gate(
@@ -130,6 +107,9 @@ def plan(experiment: Experiment) -> Plan:
     for client, part in [] if experiment.data.on_nodes else enumerate(workload.parts):
         protection(experiment, client, len(part))  # refuses an epsilon out of reach
     loading.check_weights(experiment.model.name, experiment.model.task, num_labels)
+=======
+    loading.check_weights(experiment.model_spec(num_labels))
+>>>>>>> w-small
     held_out = {"sequences": workload.held_out, "labels": workload.held_out_labels}
     return Plan(
         experiment=experiment,
@@ -142,24 +122,6 @@ def plan(experiment: Experiment) -> Plan:
         sizes=() if experiment.data.on_nodes else tuple(map(len, workload.parts)),
         disk=forecast.bytes_kept(experiment, model),
     )
-
-
-def check_targets(experiment: Experiment, model: LanguageModel) -> None:
-    """Refuses a malicious server if none of its targets trains in one of its rounds.
-
-    Raises:
-        ConfigError: There is such a round; the message names the first.
-    """
-    mode = experiment.server_built.mode
-    if mode.isolated(model.trained(), model) is None:
-        return
-    for round in range(1, experiment.federation.rounds + 1):
-        if experiment.mode_in(round) is not None and target(experiment, round) is None:
-            raise ConfigError(
-                f"server.mode = {mode.kind!r} has no target in round {round}, in which the clients "
-                f"{clients_of_round(experiment, round)} train: choose others, or other "
-                "server.rounds"
-            )
 
 
 def read_candidates(
@@ -244,16 +206,12 @@ def _remarks(
     """Returns remarks on settings that are no mistake, but may not be intended."""
     whole = [] if experiment.audit.store == "all" else read_whole(experiment, model)
     batch, parts = experiment.federation.batch_size, workload.parts
-    lora, dropout = experiment.model.lora, experiment.federation.dropout
     small = [len(part) for part in parts if 0 < len(part) < batch]
     possible = {
         f"{dropped} rows without text were dropped": dropped,
         f"{unknown:.0%} of the tokens are unknown words, which no attack can read": unknown > 0.05,
         f"federation.batch_size = {batch} is more than {len(small)} of {len(parts)} clients have: "
         f"their batches are all that they have, {min(small, default=0)} examples or more": small,
-        "model.lora.dropout is off, because federation.dropout is": (
-            lora is not None and lora.dropout > 0 and not dropout
-        ),
         f"audit.store = 'read' stores whole updates, because {', '.join(whole)} read them": whole,
     }
     adapters, malicious = first_of_adapters(experiment), malicious_server(experiment)

@@ -25,7 +25,13 @@ from fedleak.running import pipeline, preparation
 from fedleak.running.dispatch.dispatcher import Crew
 from fedleak.store.records import PUBLISHED, PublishedRow
 from fedleak.store.run import Run
-from fedleak.store.summaries import SUMMARY
+from fedleak.store.summaries import (
+    SUMMARY,
+    Estimate,
+    PublishedFigure,
+    PublishedRound,
+    PublishedSummary,
+)
 from fedleak.util.errors import ConfigError
 
 PUBLISHED_TABLE = {"secrets": 3, "counts": [1, 24], "twins": 31, "secret": "{word} {word}"}
@@ -247,6 +253,27 @@ def test_a_limit_without_secrets_is_not_told():
     check = limits._published("exposure", 2.0, summary_of())
     assert check.outcome == Outcome.UNTOLD
     assert "the file has no [published]" in check.sentence
+
+
+@pytest.mark.parametrize(
+    ("highs", "outcome", "says"),
+    [
+        ([0.9, 0.5, 0.4], Outcome.WITHIN, "greedy, round 1: "),
+        ([0.4, 0.5, 0.9], Outcome.EXCEEDED, "greedy, round 2: "),
+        ([0.4], Outcome.UNTOLD, "no model was asked after training"),
+    ],
+)
+def test_the_gate_judges_models_that_were_trained_on_secrets(highs, outcome, says):
+    rounds = tuple(
+        PublishedRound(round=round, figure=Estimate(mean=0.0, low=0.0, high=high), control=0.0)
+        for round, high in enumerate(highs)
+    )
+    figure = PublishedFigure(count=4, measure="extracted", by="greedy", secrets=8, rounds=rounds)
+    check = limits._published(
+        "extracted", 0.6, summary_of(published=PublishedSummary(figures=(figure,)))
+    )
+    assert check.outcome == outcome
+    assert says in check.sentence
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from fedleak.attacks.analytic.probes import Probes
 from fedleak.attacks.auto.attack import Auto
 from fedleak.attacks.matching.dlg import Dlg
 from fedleak.attacks.subspace.dager import Dager
-from fedleak.cli.runs import PRESET
+from fedleak.cli.options import PRESET
 from fedleak.config.checks import (
     attack_settings,
     check_attacks,
@@ -116,6 +116,11 @@ BAD = [
         ["client", "momentum", "'sgd'", "leave it out"],
     ),
     ({"client": {"final_learning_rate": 1e-6}}, ["client", "final_learning_rate", "set schedule"]),
+    (
+        {"client": {"schedule": "linear", "final_learning_rate": 0.1}}
+        | {"federation": {"algorithm": "fedavg", "learning_rate": 1e-3}},
+        ["client.final_learning_rate = 0.1", "federation.learning_rate = 0.001", "or less"],
+    ),
     (
         {"client": {"optimiser": "adam"}, "utility": {"reference": True}}
         | {"federation": {"algorithm": "fedavg"}},
@@ -407,7 +412,7 @@ def test_experiments_without_a_client_table_are_what_they_were():
 NO_ROOM = [
     (
         {"client": {"precision": "bfloat16"}, "defense": [{"kind": "dp_sgd", "epsilon": 8.0}]},
-        ["defense[0] (dp_sgd)", "client.precision = 'bfloat16'"],
+        ["defense[0] (dp_sgd)", "client.precision = 'bfloat16': set client.precision = 'float32'"],
     ),
     (
         {"model": {"lora": {"dora": True}}, "defense": [{"kind": "dp_sgd", "epsilon": 8.0}]},

@@ -4,6 +4,7 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 import tomllib
@@ -24,7 +25,9 @@ from fedleak.flower.client.app import app as client_app
 from fedleak.flower.runs import answer_of
 from fedleak.flower.server.app import app as server_app
 from fedleak.running import preparation
-from fedleak.util.errors import FedleakError
+from fedleak.store.run import Run
+from fedleak.util.errors import ConfigError, FedleakError
+from fedleak.util.nested import merged
 
 TINY = {
     "name": "tiny",
@@ -37,7 +40,7 @@ TINY = {
 
 
 def tiny(**tables: dict[str, object]) -> Experiment:
-    return parse(TINY | {name: TINY[name] | table for name, table in tables.items()})
+    return parse(TINY | {name: TINY.get(name, {}) | table for name, table in tables.items()})
 
 
 def wait_for(condition: Callable[[], object], seconds: float) -> None:
@@ -101,6 +104,16 @@ def test_flower_stays_on_this_machine_and_in_its_folder():
     assert variables["RAY_TMPDIR"] == "/x"
     assert variables["PATH"].endswith(f"{os.pathsep}/bin")
     assert variables["no_proxy"] == "intranet,127.0.0.1,localhost"
+
+
+def test_programs_of_flower_that_are_not_here_are_named_before_anything_starts(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"'flower-superlink' is neither in .*: add the folder"):
+        simulation.train(Run(tmp_path), tiny())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_ray_has_no_more_workers_than_clients_at_once_or_processors(monkeypatch):
@@ -186,12 +199,20 @@ RESPONSES = {
 }
 
 
+AS_PEOPLE_TRAIN = {
+    "model": {"lora": {"rank": 2, "dropout": 0.2}},
+    "federation": {"algorithm": "fedavg", "learning_rate": 1e-3, "dropout": True},
+    "client": {"optimiser": "adamw", "weight_decay": 0.1, "accumulate": 2}
+    | {"precision": "bfloat16-mixed"},
+}
+
+
 @pytest.mark.parametrize(
     "tables",
     [
         # One after the other: each of Ray's workers takes as long to start as the rest of it.
         {"federation": {"at_once": 1}},
-        pytest.param({"model": {"lora": {"rank": 2}}}, marks=pytest.mark.slow),
+        pytest.param(AS_PEOPLE_TRAIN, marks=pytest.mark.slow),
         pytest.param(RESPONSES, marks=pytest.mark.slow),
     ],
     ids=["whole", "adapters", "responses"],
@@ -199,8 +220,8 @@ RESPONSES = {
 def test_captures_and_models_are_those_of_the_inline_engine_to_the_bit(tmp_path, capfd, tables):
     runs = {}
     for engine in (inline, simulation):
-        federation = {"engine": engine.__name__.rpartition(".")[2]} | tables.get("federation", {})
-        experiment = tiny(**tables | {"federation": federation})
+        federation = {"federation": {"engine": engine.__name__.rpartition(".")[2]}}
+        experiment = tiny(**merged(federation, tables))
         runs[engine] = preparation.prepare(experiment, tmp_path / engine.__name__)
         capfd.readouterr()
         engine.train(runs[engine], experiment)

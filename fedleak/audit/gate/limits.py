@@ -184,15 +184,18 @@ def _membership(name: str, limit: float, evidence: Evidence) -> Check:
 
 
 def _published(name: str, limit: float, summary: RunSummary) -> Check:
-    """Compares what any published model gives away with a limit."""
+    """Compares what any model that was trained on secrets gives away of them with a limit."""
     if summary.published is None:
         return untold(name, ["no secrets were planted: the file has no [published]"])
     figures = []
     for figure in summary.published.figures:
         for row in figure.rounds if figure.measure == name else ():
+            if row.round == 0:
+                continue  # nobody trained yet: this is the control, and no leak
             prefix = f"{figure.count} times in a client's data, {figure.by}, round {row.round}: "
             figures += _both(prefix, row.figure)
-    return _highest(name, PUBLISHED[name], limit, figures, [])
+    lacks = [] if figures else ["no model was asked after training"]
+    return _highest(name, PUBLISHED[name], limit, figures, lacks)
 
 
 def _epsilon(limit: float, evidence: Evidence) -> Check:
