@@ -96,20 +96,7 @@ def plan(experiment: Experiment) -> Plan:
     num_labels = len(classes)
     checks.check_attacks(experiment, model)
     personal_data.recogniser(experiment.audit, model)  # refuses what is not installed
-<<<<<<< HEAD
-    checks.check_waiting(experiment)
-    names = [named_attack.name for named_attack in experiment.attacks]
-    checks.check_gate(
-        experiment.gate, names, [named_attack.attack.kind for named_attack in experiment.attacks]
-    )
-    workload = divide(experiment, split, model)
-    unknown = unknown_fraction(workload, model)
-    for client, part in [] if experiment.data.on_nodes else enumerate(workload.parts):
-        protection(experiment, client, len(part))  # refuses an epsilon out of reach
     loading.check_weights(experiment.model.name, experiment.model.task, num_labels)
-=======
-    loading.check_weights(experiment.model_spec(num_labels))
->>>>>>> w-small
     held_out = {"sequences": workload.held_out, "labels": workload.held_out_labels}
     return Plan(
         experiment=experiment,
