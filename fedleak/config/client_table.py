@@ -22,6 +22,16 @@ def one_of(what: str, choices: Collection[str]) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def _simulated(precision: Any) -> Any:
+    """Refuses half precision of another kind, which is no spelling of a known one."""
+    if precision in ("float16", "float16-mixed", "fp16"):
+        raise ValueError(
+            f"{precision!r} needs its loss scaled, which is not simulated: use 'bfloat16-mixed' or "
+            "'bfloat16'"
+        )
+    return precision
+
+
 class StepTable(Table):
     """How a client steps; left out: by plain SGD in float32."""
 
@@ -44,7 +54,9 @@ class StepTable(Table):
     """
     accumulate: Positive = 1
     """Batches whose examples make one step."""
-    precision: Annotated[Precision, one_of("precision", get_args(Precision))] = "float32"
+    precision: Annotated[
+        Precision, one_of("precision", get_args(Precision)), BeforeValidator(_simulated)
+    ] = "float32"
     """What clients compute in: `bfloat16-mixed` is autocast; under `bfloat16` weights have it,
     too."""
     schedule: Shape = "constant"

@@ -328,7 +328,17 @@ class CanaryTable(Table):
     """L2 norm of a canary where no defense bounds what an example contributes."""
 
 
-Pattern = Annotated[str, Field(pattern=r"\{(word|digit)\}")]
+def _varies(pattern: str) -> str:
+    """Refuses a part of a secret that would be the same in all texts."""
+    if "{word}" not in pattern and "{digit}" not in pattern:
+        raise ValueError(
+            f"{pattern!r} is the same in all texts: put {{word}} or {{digit}} into it, which are "
+            "drawn for each text"
+        )
+    return pattern
+
+
+Pattern = Annotated[str, AfterValidator(_varies)]
 
 
 class PublishedTable(Table):

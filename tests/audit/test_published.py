@@ -287,7 +287,10 @@ def test_the_gate_judges_models_that_were_trained_on_secrets(highs, outcome, say
         ({"published": {"beginning": "{digit}"}}, "10 different beginnings"),
         ({"model.response_template": "Note:"}, "published.beginning lacks model.response_template"),
         ({"data.held_out": 3}, "raise data.held_out"),
-        ({"published": {"beginning": "always"}}, "pattern"),
+        (
+            {"published": {"beginning": "always"}},
+            "published.beginning: 'always' is the same in all texts: put {word} or {digit} into it",
+        ),
     ],
 )
 def test_what_cannot_be_audited_is_refused(folder, tmp_path, changes, says):

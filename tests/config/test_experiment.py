@@ -110,6 +110,11 @@ BAD = [
         ["federation.server_optimiser = 'adam'", "models alone", "use 'sgd'"],
     ),
     ({"client": {"optimiser": "adagrad"}}, ["client.optimiser", "'adamw'"]),
+    ({"client": {"precision": "float16"}}, ["client.precision: 'float16' needs its loss scaled"]),
+    (
+        {"client": {"precision": "bf16"}},
+        ["client.precision", "'bf16'", "known: bfloat16, bfloat16-mixed"],
+    ),
     ({"client": {"optimiser": "adamw"}}, ["client.optimiser", "fedsgd", "'fedavg'"]),
     (
         {"client": {"optimiser": "adam", "momentum": 0.5}},
