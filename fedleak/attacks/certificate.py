@@ -129,8 +129,7 @@ def as_gradient(seen: Observation) -> dict[str, Tensor]:
 def is_linear(seen: Observation) -> bool:
     """Whether the update is one gradient of the model as it was broadcast."""
     known = seen.knowledge
-    adds_up = known.recipe is None or known.recipe.adds_up
-    return known.local_steps in (None, 1) and not known.dropout and adds_up
+    return known.local_steps in (None, 1) and not known.dropout and known.adds_up
 
 
 def lacks_numbers(tensors: Iterable[Tensor]) -> bool:

@@ -102,6 +102,11 @@ class Knowledge:
     server_mode: str | None = None
     own_head: bool | None = None
 
+    @property
+    def adds_up(self) -> bool:
+        """Whether an update is a sum of gradients; after Adam it is not."""
+        return self.recipe is None or self.recipe.adds_up
+
     def granted(self) -> tuple[str, ...]:
         """Returns the names of the facts that are known."""
         return tuple(f.name for f in fields(self) if getattr(self, f.name) is not None)

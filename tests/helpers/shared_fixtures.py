@@ -31,6 +31,7 @@ from fedleak.running import sweep
 from fedleak.running.dispatch import dispatcher
 from fedleak.training.local import local_update_
 from fedleak.training.observation import Candidates, Example, Knowledge, Observation, UpdateKind
+from fedleak.training.recipe import Recipe
 from fedleak.training.settings import LocalTraining
 
 settings.register_profile("quick", max_examples=40, deadline=None, derandomize=True)
@@ -206,6 +207,7 @@ def observe() -> Callable[..., SimpleNamespace]:
         dropout: bool = False,
         learning_rate: float = 0.1,
         server_mode: str | None = None,
+        recipe: Recipe | None = None,
     ) -> SimpleNamespace:
         chosen = TEXTS[:texts_or_count] if isinstance(texts_or_count, int) else texts_or_count
         cut = max_length or 10**6
@@ -222,6 +224,7 @@ def observe() -> Callable[..., SimpleNamespace]:
             epochs=1,
             learning_rate=learning_rate,
             dropout=dropout,
+            recipe=recipe or Recipe(),
         )
         update = local_update_(model, sequences, labels, how, seed=0)
         models.load_parameters_(model, before)
@@ -247,6 +250,8 @@ def observe() -> Callable[..., SimpleNamespace]:
             local_steps=1,
             dropout=dropout,
             server_mode=server_mode,
+            recipe=recipe,
+            local_epochs=recipe and 1,
             **{fact: private[fact] for fact in granted},
         )
         seen = Observation(round=1, client=0, update=update, knowledge=knowledge)

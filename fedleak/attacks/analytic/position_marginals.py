@@ -5,7 +5,7 @@ The row of a word v is W_v = sum of d_i over the places of v, the row of a posit
 d_i over the tokens at q: two marginals of the same gradients. That holds whatever the layers above
 do, with dropout, and for sums over steps, batches and momentum, with any factor on the whole
 update (clipping, loss scaling, a learning rate). It does not hold if rows are treated differently:
-by Adam, weight decay, masks, noise.
+by weight decay, masks, noise, or by Adam, after which `sign_tables` reads what signs still say.
 
 **One text** has P_q = d_q. So W = A P, where A[v, q] is 1 if v stands at q, and 0 if not. While
 places are no more than the hidden size, P has an inverse on the right, and A = W pinv(P) is the
@@ -42,6 +42,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedleak.attacks import AttackSetting, Show, certificate
+from fedleak.attacks.analytic.sign_tables import Climb, SignTable
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.reconstruction import Ids, Reconstruction
 from fedleak.attacks.subspace.answer import Reader, Reading, answer_of
@@ -154,6 +155,8 @@ class PositionMarginals(Reader):
         """Returns the text that the two tables leave, or the words of a batch at their places."""
         family, tensors = model.family, seen.update.tensors
         assert family.position_embedding is not None
+        if not seen.knowledge.adds_up:
+            return _by_signs(seen, model, Clock(self.seconds), rng)
         tables = marginals(
             tensors[family.word_embedding], tensors[family.position_embedding], model.tied
         )
@@ -189,6 +192,32 @@ class PositionMarginals(Reader):
             reason=_NOT_PROVED[determined],
         )
         return Reading.of(answer, settled=determined)
+
+
+def _by_signs(
+    seen: Observation, model: LanguageModel, clock: Clock, rng: torch.Generator
+) -> Reading:
+    """Returns the texts that the signs of the rows and of gradients lead to, after Adam."""
+    tensors, texts = seen.update.tensors, seen.update.num_examples
+    table = SignTable.of(
+        tensors[model.family.word_embedding], tensors[model.family.position_embedding or ""]
+    )
+    if isinstance(table, str):
+        return Reading.none(table)
+    ((*_, end),) = model.encode(["a"])
+    if texts > 1 and (end not in model.special_ids() or end not in table.words_M):
+        return Reading.none("nothing shows where a text of the batch ends: no token ends each")
+    if texts == 1:
+        end = int(table.words_M[table.score_TM[-1].argmax()])
+    batch, alike = Climb(model, seen, table, end).best(table.begun(texts, end), clock, rng)
+    answer = answer_of(
+        [tuple(ids) for ids in batch.sequences],
+        [1 - alike] * texts,
+        tokens=sorted(table.words_M.tolist()),
+        diagnostics={"alike": alike} | ({"time_up": True} if clock.rang else {}),
+        reason="nothing proved: the texts whose gradient has most signs of the update",
+    )
+    return Reading.of(answer, settled=True)  # no other attack reads an encoder's update of Adam
 
 
 _NOT_PROVED = {

@@ -234,7 +234,7 @@ class _Attempt:
             # DAGER reads a decoder's texts of any length, one token after the other, and cheaply.
             late = (Keyspan, StatePursuit, Lamp)
             able.sort(key=lambda attack: isinstance(attack, late) and 1 + late.index(type(attack)))
-        elif seen.update.num_examples > 1:
+        elif seen.update.num_examples > 1 and seen.knowledge.adds_up:
             # The likelihood tests quickly what spans read under noise, and goes on from there.
             early: list[type[Single]] = [Keyspan, MaximumLikelihood]
             early.insert(0 if self._is_long() else 2, QueryGradients)
@@ -303,7 +303,8 @@ class _Attempt:
         """Whether an attack that can work may read more than the others do."""
         single = self._seen.update.num_examples == 1
         if isinstance(attack, PositionMarginals):
-            return single  # of a batch it guesses which words belong together: others do it better
+            # Of a batch it guesses which words belong together: others do it better, but for Adam.
+            return single or not self._seen.knowledge.adds_up
         if isinstance(attack, QueryGradients):
             return not single  # the closed form reads one text, and proves it
         if isinstance(attack, StatePursuit):

@@ -243,7 +243,6 @@ class UpdateEvidence:
         if all(name.endswith(_LORA_B) for name, _ in sent):
             return
         modules = [model.module.get_submodule(name.removesuffix(".weight")) for name, _ in sent]
-        recipe = seen.knowledge.recipe
         rows: dict[int, list[Tensor]] = defaultdict(list)
         along: dict[str, Tensor] = {}
         inputs: dict[int, tuple[nn.Module, Tensor]] = {}
@@ -254,7 +253,7 @@ class UpdateEvidence:
             gradient = gradients[name]
             turned = gradient.shape != (len(size_O), len(size_I))  # a weight of GPT-2's
             gradient_OI = gradient.T if turned else gradient
-            if recipe is not None and not recipe.adds_up:
+            if not seen.knowledge.adds_up:
                 gradient_OI = gradient_OI * size_O[:, None] * size_I
             rows_OI = gradient_OI @ in_II
             layer = Layer(module, out_OO.T @ rows_OI, out_OO, in_II)
