@@ -369,7 +369,7 @@ def _searched(
     granted = seen.knowledge.labels is not None and len({*map(len, closed)}) == len(closed)
     classes = 0 if granted or model.task != CLASSIFICATION else model.num_labels
     best: Fit | None = None
-    tried: set[tuple[tuple[tuple[tuple[int, ...], int], ...], ...]] = set()
+    tried: set[object] = set()
     queue: list[tuple[float, int, Arrangement, Iterator[Arrangement]]] = []
 
     def candidates() -> Iterator[Arrangement]:
