@@ -42,7 +42,7 @@ class Reconstruction:
             the rank [used, available], where None is unknown; and `candidates`, how many were left
             after each check, by the check's name.
         verified: A certificate proves the whole answer.
-        reason: Why it is not `recovered`.
+        reason: Why it is not `recovered`, or why it is proved or not.
     """
 
     status: Status

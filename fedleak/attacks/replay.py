@@ -22,6 +22,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 import torch
@@ -70,17 +71,36 @@ class Replayed(NamedTuple):
         apart: Their difference, relative to what was sent.
         limit: What it may be at most; None: not measured.
         verified: The texts, in some order, make this update, and neighbours of them do not.
+        complete: The search for orders and classes ended before its time and replays did.
     """
 
     cosine: float
     apart: float
     limit: float | None
     verified: bool
+    complete: bool
 
     def diagnostics(self) -> dict[str, float]:
         """Returns what an answer says of it."""
         measured = {} if self.limit is None else {"replay_limit": self.limit}
         return {"replay_cosine": self.cosine, "replay_difference": self.apart} | measured
+
+    def remark(self) -> str:
+        """Returns why the answer is proved or is not, in a sentence."""
+        again = "the client's steps on these texts, made again,"
+        if self.verified:
+            return f"proved by replay: {again} give the update"
+        if self.limit is None and self.apart <= PROMISING:
+            return "no proof by replay: the update has too few numbers to prove so many tokens"
+        if self.limit is not None and self.apart < self.limit:
+            nearly = "with one token changed, they give nearly the same"
+            return f"no proof by replay: {again} give the update, but {nearly}"
+        early = "" if self.complete else "the search for an order ran out of time or replays; "
+        allowed = "" if self.limit is None else f"; a proof allows {self.limit:.1g}"
+        return (
+            f"no proof by replay: {early}{again} differ from the update by {self.apart:.2g} of its "
+            f"norm (cosine {self.cosine:.4f}){allowed}"
+        )
 
 
 _proofs: Proofs[Replayed] = Proofs()
@@ -147,6 +167,20 @@ class Arrangement:
                 yield replace(self, labels=(*self.labels[:i], other, *self.labels[i + 1 :]))
 
 
+class Fit(NamedTuple):
+    """An arrangement whose steps are near to the update.
+
+    Attributes:
+        cosine: Of the update and these steps.
+        arrangement: Of the texts.
+        complete: The search ended before its time and replays did.
+    """
+
+    cosine: float
+    arrangement: Arrangement
+    complete: bool
+
+
 def replay(
     model: LanguageModel,
     sequences: Sequence[Ids],
@@ -164,7 +198,7 @@ def replay(
         seen: The update, without what weight decay alone did.
         seconds: For the search of orders and classes: the attack's own limit, if that is less than
             a minute.
-        strict: Return None, too, if the work after the search would take longer than that.
+        strict: Half of the time is for the search; return None, too, if it takes longer.
     """
     if obstacle(seen) is not None or not 0 < len(sequences) == seen.update.num_examples:
         return None
@@ -177,20 +211,16 @@ def replay(
     texts = Counter(closed)
     if (known := _proofs.get(model, seen, texts)) is not None:
         return known
-    clock, sent_X = Clock(min(seconds, SECONDS)), flat(seen.update.tensors)
+    limit, sent_X = min(seconds, SECONDS), flat(seen.update.tensors)
+    clock = Clock(limit / 2 if strict else limit)
     lacking_X = sent_X == 0 if lacks_numbers(seen.update.tensors.values()) else None
 
-    def again(batches: Sequence[Batch]) -> Tensor:
-        return _without(lacking_X, flat(steps_again(model, batches, seen)))
+    def score(batches: Sequence[Batch]) -> float:
+        again_X = _without(lacking_X, flat(steps_again(model, batches, seen)))
+        return max(-1.0, cosine(sent_X, again_X))  # -1, too, if steps diverge
 
-    best: tuple[float, Arrangement] | None = None
-    for start in arrangements(model, closed, seen):
-        begun = clock.left()
-        climbed = _climbed(model, closed, seen, sent_X, again, start, clock)
-        best = climbed if best is None else max(best, climbed, key=lambda pair: pair[0])
-        if strict and begun - clock.left() > clock.left():
-            return None
-    if best is None:
+    best = _searched(model, closed, seen, score, clock)
+    if best is None or (strict and clock.up()):
         return None
     # Rounding makes some numbers zero here and there alike: only where that is not all, they lack.
     made = _judged(model, closed, seen, best, None, 2.0)
@@ -210,7 +240,7 @@ def _judged(
     model: LanguageModel,
     closed: Sequence[Ids],
     seen: Observation,
-    best: tuple[float, Arrangement],
+    best: Fit,
     lacking_X: Tensor | None,
     margin: float,
 ) -> Replayed | None:
@@ -220,11 +250,11 @@ def _judged(
         model: At the broadcast weights.
         closed: The texts.
         seen: The update.
-        best: The arrangement, and its cosine.
+        best: The arrangement.
         lacking_X: Numbers that did not come; None: all came.
         margin: Times the limit that answers with one token changed must be away.
     """
-    alike, arrangement = best
+    alike, arrangement, complete = best
     sent_X = flat(seen.update.tensors)
 
     def again(sequences: Sequence[Sequence[int]], blur: torch.Generator | None = None) -> Tensor:
@@ -236,7 +266,7 @@ def _judged(
     if not math.isfinite(apart):  # an update of zeros, or steps that diverge
         return None
     if apart > PROMISING or not can_tell(model, closed, seen):
-        return Replayed(alike, apart, None, False)
+        return Replayed(alike, apart, None, False, complete)
     blurred_X = again(closed, torch.Generator().manual_seed(0))
     size = own_X.norm()
     changed = [
@@ -245,7 +275,8 @@ def _judged(
     ]
     nearest = min(changed, default=0.0)
     limit = max(precision(seen), min(ROOM * float((blurred_X - own_X).norm() / size), nearest / 2))
-    return Replayed(alike, apart, limit, apart < limit <= nearest / margin)
+    verified = apart < limit <= nearest / margin
+    return Replayed(alike, apart, limit, verified, complete)
 
 
 def can_tell(model: LanguageModel, closed: Sequence[Sequence[int]], seen: Observation) -> bool:
@@ -320,50 +351,59 @@ def arrangements(
             yield Arrangement((tuple(range(count)),) * epochs, tuple(labels), size)
 
 
-def _climbed(
+def _searched(
     model: LanguageModel,
-    closed: Sequence[Sequence[int]],
+    closed: Sequence[tuple[int, ...]],
     seen: Observation,
-    sent_X: Tensor,
-    again: Callable[[Sequence[Batch]], Tensor],
-    start: Arrangement,
+    score: Callable[[Sequence[Batch]], float],
     clock: Clock,
-) -> tuple[float, Arrangement]:
-    """Returns the arrangement of the largest cosine that single changes lead to."""
-    classes = model.num_labels if model.task == CLASSIFICATION else 0
-    best, left, better = (-math.inf, start), REPLAYS, True
+) -> Fit | None:
+    """Returns the arrangement of the largest cosine, None if there is none, by best-first search.
 
-    def improves(changed: Arrangement) -> bool:
-        nonlocal best, left
-        left -= 1
-        now = cosine(sent_X, again(changed.batches(closed)))
-        if now > best[0]:
-            best = (now, changed)
-            return True
-        return False
+    The best arrangement is changed, and once none of its changes is left, the next best (Pearl
+    1984). So a local optimum does not end the search, and few arrangements are all tried.
+    """
+    starts = list(arrangements(model, closed, seen))
+    # Granted classes belong to lengths: they may only be those of other texts of the same length.
+    granted = seen.knowledge.labels is not None and len({*map(len, closed)}) == len(closed)
+    classes = 0 if granted or model.task != CLASSIFICATION else model.num_labels
+    best: Fit | None = None
+    tried: set[object] = set()
+    queue: list[tuple[float, int, Arrangement, Iterator[Arrangement]]] = []
 
-    def ended() -> bool:
-        return clock.up() or left <= 0 or 1 - best[0] < precision(seen) ** 2 / 2
+    def candidates() -> Iterator[Arrangement]:
+        for start in starts:
+            before = len(tried)
+            yield start
+            if seen.knowledge.labels is None:
+                # Most texts may be of one class, and none of the first.
+                for label in range(1, classes):
+                    yield replace(start, labels=(label,) * len(closed))
+            for i in range(len(closed) if classes else 0):
+                nearest = min(entry for entry in queue if entry[1] > before)
+                yield from nearest[2].relabelled(i, classes)
+        while queue and best is not None and best.cosine > PROMISING:
+            changed = next(queue[0][3], None)
+            if changed is not None:
+                yield changed
+            else:
+                heappop(queue)
 
-    improves(start)
-    if seen.knowledge.labels is None:
-        # Most texts may be of one class, and none of the first.
-        for label in range(1, classes):
-            if ended():
-                return best
-            improves(replace(start, labels=(label,) * len(closed)))
-    for i in range(len(closed) if classes else 0):
-        for changed in best[1].relabelled(i, classes):
-            if ended():
-                return best
-            improves(changed)
-    while better and best[0] > PROMISING:
-        better = False
-        for changed in best[1].neighbours(classes):
-            if ended():
-                return best
-            if better := improves(changed):
-                break
+    for arrangement in candidates():
+        batches = arrangement.batches(closed)
+        # Within a step the order does not count.
+        steps = tuple(tuple(sorted(zip(*batch, strict=True))) for batch in batches)
+        if steps in tried:
+            continue
+        if best is not None and (clock.up() or len(tried) >= REPLAYS * len(starts)):
+            return best._replace(complete=False)
+        tried.add(steps)
+        now = score(batches)
+        heappush(queue, (-now, len(tried), arrangement, arrangement.neighbours(classes)))
+        if best is None or now > best.cosine:
+            best = Fit(now, arrangement, True)
+        if 1 - now < precision(seen) ** 2 / 2:
+            break
     return best
 
 

@@ -32,13 +32,13 @@ RECIPES = {
 LABELS = [0, 2, 1, 2]
 
 
-def sent_by_client(model, sequences, name, *, steps=2, **known):
-    """What the server sees of a client that makes its steps on these texts."""
+def sent_by_client(model, sequences, name, *, steps=2, epochs=1, **known):
+    """What the server sees of a client that makes so many steps on these texts in each epoch."""
     recipe, rate = RECIPES[name]
     how = LocalTraining(
         kind=UpdateKind.DELTA,
         batch_size=-(-len(sequences) // steps),
-        epochs=1,
+        epochs=epochs,
         learning_rate=rate,
         dropout=False,
         recipe=recipe,
@@ -47,15 +47,15 @@ def sent_by_client(model, sequences, name, *, steps=2, **known):
     update = local_update_(model, sequences, LABELS[: len(sequences)], how, seed=11)
     load_parameters_(model, before)
     tensors = {
-        name: recipe.without_decay(value, before[name], rate, steps)
+        name: recipe.without_decay(value, before[name], rate, steps * epochs)
         for name, value in update.tensors.items()
     }
-    facts = {"learning_rate": rate, "local_steps": steps, "dropout": False, "local_epochs": 1}
+    facts = {"learning_rate": rate, "local_steps": steps * epochs, "dropout": False}
     return Observation(
         round=1,
         client=0,
         update=replace(update, tensors=tensors),
-        knowledge=Knowledge(**facts | {"recipe": recipe} | known),
+        knowledge=Knowledge(**facts | {"recipe": recipe, "local_epochs": epochs} | known),
     )
 
 
@@ -79,6 +79,43 @@ def test_the_texts_of_two_steps_are_proved_and_no_others(small, texts, name):
     assert not wrong.verified
     assert wrong.cosine < right.cosine
     assert changed(model, before) == []
+
+
+@pytest.mark.parametrize("size", [2, None])
+def test_all_orders_of_two_epochs_are_searched_where_they_are_few(small, texts, size):
+    model = small("llama", CAUSAL_LM)
+    sequences = [tuple(ids) for ids in model.encode(texts[12:16])]
+    seen = sent_by_client(model, sequences, "adamw", epochs=2, batch_size=size)
+    assert replay.replay(model, sequences, seen).verified
+    wrong = replay.replay(model, other_word(sequences), seen)
+    assert wrong.complete
+    assert not wrong.verified
+
+
+def test_an_answer_says_why_it_is_not_proved(small, texts, monkeypatch):
+    model = small("llama", CAUSAL_LM)
+    sequences = tuple(tuple(ids) for ids in model.encode(texts[:4]))
+    seen = sent_by_client(model, sequences, "adamw", epochs=2, batch_size=2)
+
+    def reason_of(sequences, seen=seen):
+        guess = Reconstruction(
+            status=Status.RECOVERED, sequences=sequences, evidence=(0.0,) * 4, reason="a guess"
+        )
+        (answer,) = attempt.answers(None, [guess], [seen], model, ())
+        assert not answer.verified
+        assert answer.reason.startswith("a guess; no proof by replay: ")
+        return answer.reason
+
+    few = {name: v for name, v in seen.update.tensors.items() if name.endswith("norm.weight")}
+    narrow = replace(seen, update=replace(seen.update, tensors=few))
+    assert "too few numbers" in reason_of(sequences, narrow)
+    assert "differ from the update" in reason_of(tuple(other_word(sequences)))
+    with monkeypatch.context() as limited:
+        limited.setattr(replay, "REPLAYS", 3)
+        assert "ran out of time or replays" in reason_of(sequences)
+    # No word that is so near as this one can be told apart.
+    monkeypatch.setattr(replay, "_one_token_changed", lambda *_: [sequences])
+    assert "one token changed" in reason_of(sequences)
 
 
 def test_a_word_with_a_twin_is_not_proved_where_embeddings_are_not_sent(small, texts):

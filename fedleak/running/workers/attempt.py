@@ -145,23 +145,22 @@ def _replayed(
     Raises:
         InvalidAnswerError: It claims a proof that these steps do not confirm.
     """
-    reason = replay.obstacle(seen)
+    obstacle = replay.obstacle(seen)
     replayed = (
-        replay.replay(model, answer.sequences or (), seen, seconds) if reason is None else None
+        replay.replay(model, answer.sequences or (), seen, seconds) if obstacle is None else None
     )
-    if replayed is not None and replayed.verified:
-        proof = "proved by replay: the client's steps on these texts, made again, give the update"
-        return replace(
-            answer,
-            verified=True,
-            reason=proof,
-            diagnostics={**answer.diagnostics, **replayed.diagnostics()},
-        )
-    if answer.verified:
+    remark = obstacle if replayed is None else replayed.remark()
+    if answer.verified and (replayed is None or not replayed.verified):
         raise InvalidAnswerError(
-            "it claims a proof, and the client's steps on its sequences, made again, do not give "
-            f"the update{'' if reason is None else f': {reason}'}"
+            "it claims a proof that the client's steps on its sequences, made again, do not "
+            f"confirm{'' if remark is None else f': {remark}'}"
         )
     if replayed is None:
         return answer
-    return replace(answer, diagnostics={**answer.diagnostics, **replayed.diagnostics()})
+    own_reason = "" if replayed.verified else answer.reason
+    return replace(
+        answer,
+        verified=replayed.verified,
+        reason="; ".join(filter(None, [own_reason, remark])),
+        diagnostics={**answer.diagnostics, **replayed.diagnostics()},
+    )
