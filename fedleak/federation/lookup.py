@@ -80,12 +80,12 @@ def examples(run: Run) -> Examples:
         FedleakError: The run.json is damaged.
     """
     info = run.info()
-    if (counts := info.get("examples")) is None:
-        raise FedleakError(
-            f"{run.path / 'run.json'} does not say how many examples there are: restore it from a "
-            "copy"
-        )
-    return Examples(sum(info.get("node_examples", [counts["training"]])), counts["held_out"])
+    match info.get("examples"):
+        case {"training": int(training), "held_out": int(held_out)}:
+            return Examples(sum(info.get("node_examples", [training])), held_out)
+    raise FedleakError(
+        f"{run.path / 'run.json'} does not say how many examples there are: restore it from a copy"
+    )
 
 
 def client_sizes(run: Run) -> Sequence[int] | None:

@@ -71,6 +71,7 @@ def make(tmp_path, sequences):
             fingerprint=experiment.fingerprint,
             status="finished",
             num_labels=2,
+            examples={"training": experiment.data.samples, "held_out": experiment.data.held_out},
             versions={"fedleak": "0"},
             model_fingerprint="x",
         )

@@ -72,7 +72,8 @@ def run_of(
 ) -> Run:
     """Writes a run as training and attacks leave it."""
     run = Run(folder)
-    about = {"status": "finished", "num_labels": 2, "versions": {"fedleak": "0"}}
+    about: dict[str, Any] = {"status": "finished", "num_labels": 2, "versions": {"fedleak": "0"}}
+    about["examples"] = {"training": experiment.data.samples, "held_out": experiment.data.held_out}
     run.create(
         experiment=experiment.model_dump(mode="json"),
         fingerprint=experiment.fingerprint,
