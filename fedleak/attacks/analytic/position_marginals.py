@@ -42,7 +42,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedleak.attacks import AttackSetting, Show, certificate
-from fedleak.attacks.analytic.sign_tables import Climb, SignTable
+from fedleak.attacks.analytic.sign_tables import SAME, Climb, SignTable
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.reconstruction import Ids, Reconstruction
 from fedleak.attacks.subspace.answer import Reader, Reading, answer_of
@@ -67,6 +67,9 @@ _EMPTY = 1e-4
 
 _ZERO = 1e-12
 """A singular value below this share of the largest one is zero."""
+
+_CLIMBING = 60.0
+"""Seconds for a batch after Adam, if nothing is said."""
 
 _HALF = 0.5
 """Numbers of a solution that are nearer to 0 and 1 than this are a text."""
@@ -131,7 +134,8 @@ class PositionMarginals(Reader):
     """One text in closed form from the word and position embeddings' gradients, dropout or not.
 
     Attributes:
-        seconds: After which no proof is begun; None: no limit.
+        seconds: After which no proof is begun, and after Adam the search for a batch ends; None: no
+            limit, and a minute.
     """
 
     kind: ClassVar[str] = "position_marginals"
@@ -156,7 +160,8 @@ class PositionMarginals(Reader):
         family, tensors = model.family, seen.update.tensors
         assert family.position_embedding is not None
         if not seen.knowledge.adds_up:
-            return _by_signs(seen, model, Clock(self.seconds), rng)
+            seconds = _CLIMBING if self.seconds is None else self.seconds
+            return _by_signs(seen, model, Clock(seconds), rng)
         tables = marginals(
             tensors[family.word_embedding], tensors[family.position_embedding], model.tied
         )
@@ -204,18 +209,23 @@ def _by_signs(
     )
     if isinstance(table, str):
         return Reading.none(table)
-    ((*_, end),) = model.encode(["a"])
-    if texts > 1 and (end not in model.special_ids() or end not in table.words_M):
-        return Reading.none("nothing shows where a text of the batch ends: no token ends each")
     if texts == 1:
-        end = int(table.words_M[table.score_TM[-1].argmax()])
-    batch, alike = Climb(model, seen, table, end).best(table.begun(texts, end), clock, rng)
+        text, alike = table.text()
+        sequences, likely = [text], alike > _HALF
+    else:
+        ((*_, end),) = model.encode(["a"])
+        if end not in model.special_ids() or end not in table.words_M:
+            return Reading.none("nothing shows where a text of the batch ends: no token ends each")
+        climb = Climb(model, seen, table, end)
+        batch, alike = climb.best(table.begun(texts, end), clock, rng)
+        sequences, likely = [tuple(ids) for ids in batch.sequences], alike >= SAME
     answer = answer_of(
-        [tuple(ids) for ids in batch.sequences],
+        sequences,
         [1 - alike] * texts,
         tokens=sorted(table.words_M.tolist()),
-        diagnostics={"alike": alike} | ({"time_up": True} if clock.rang else {}),
-        reason="nothing proved: the texts whose gradient has most signs of the update",
+        diagnostics={"alike": alike, "likely": [likely] * texts}
+        | ({"time_up": True} if clock.rang else {}),
+        reason=f"nothing proved: {100 * alike:.0f} % of signs are those of the update",
     )
     return Reading.of(answer, settled=True)  # no other attack reads an encoder's update of Adam
 

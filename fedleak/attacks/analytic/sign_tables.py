@@ -7,7 +7,8 @@ signs of Gaussian numbers of correlation r correlate by 2 asin(r) / pi (the arcs
 and Middleton 1966). Ridge regression takes out what words have in common, and what is left is a
 table of places and words, with dropout, too.
 
-**One text** has the best word of the table at each place. **Several texts** begin as such words
+**One text** has the best word of the table at each place. A word that occurs once has exactly the
+signs of its place there, and no other word has. **Several texts** begin as such words
 whose rows are similar. Which of them belong together, and where a text ends, is then climbed:
 single changes are kept that make the signs of the batch's own gradient more like those of the
 update, with as much of the table, and with no word of the update missing. That alone proves
@@ -35,8 +36,8 @@ _RIDGE = 0.1
 _TRIED = 4
 """Words that are tried at each place, beside one for each text."""
 
-_SAME = 0.99
-"""Cosine of signs from which on there is nothing to climb for."""
+SAME = 0.99
+"""Cosine from which on signs are the same, so that there is nothing to climb for."""
 
 _KEPT = 64
 """Gradients of texts that are kept: a change leaves most texts as they are."""
@@ -48,11 +49,13 @@ class SignTable(NamedTuple):
     Attributes:
         words_M: The words.
         unit_MD: The signs of their rows, of length 1.
+        cosine_TM: Of the signs of each place's row and of each word's.
         score_TM: How much speaks for each word at each place.
     """
 
     words_M: Tensor
     unit_MD: Tensor
+    cosine_TM: Tensor
     score_TM: Tensor
 
     @classmethod
@@ -72,8 +75,14 @@ class SignTable(NamedTuple):
         unit_MD = F.normalize(word_VD[words_M].sign().float())
         unit_TD = F.normalize(position_PD[used[0] : used[-1] + 1].sign().float())
         alike_MM = unit_MD @ unit_MD.T + _RIDGE * torch.eye(len(words_M), device=unit_MD.device)
-        score_MT = torch.linalg.solve(alike_MM, unit_MD @ unit_TD.T)
-        return cls(words_M, unit_MD, score_MT.T)
+        cosine_TM = unit_TD @ unit_MD.T
+        return cls(words_M, unit_MD, cosine_TM, torch.linalg.solve(alike_MM, cosine_TM.T).T)
+
+    def text(self) -> tuple[Ids, float]:
+        """Returns the text of an update of one, and the share of places with their word's signs."""
+        best_T1 = self.score_TM.argmax(1, keepdim=True)
+        same_T1 = self.cosine_TM.gather(1, best_T1) >= SAME
+        return tuple(self.words_M[best_T1[:, 0]].tolist()), float(same_T1.float().mean())
 
     def begun(self, texts: int, end: int) -> list[Ids]:
         """Returns texts of words that have similar rows, as many as stand at each place.
@@ -82,8 +91,6 @@ class SignTable(NamedTuple):
             texts: How many.
             end: The token that ends each text.
         """
-        if texts == 1:
-            return [tuple(self.words_M[self.score_TM.argmax(1)].tolist())]
         from scipy.optimize import linear_sum_assignment  # here, because it takes a while
 
         ending, last = int((self.words_M == end).nonzero()[0]), len(self.score_TM) - 1
@@ -139,7 +146,7 @@ class Climb:
         batch, better = Batch(texts, [0] * len(texts)), True
         alike = self._alike(batch)
         score = alike + self._table.agreement(texts)
-        while better and alike < _SAME and self._sent_X is not None:
+        while better and alike < SAME and self._sent_X is not None:
             better = False
             changes = list(self._changes(batch))
             for i in torch.randperm(len(changes), generator=rng).tolist():
@@ -162,8 +169,6 @@ class Climb:
             before, behind = texts[:number], texts[number + 1 :]
             for label in {*range(classes)} - {labels[number]}:
                 yield Batch(texts, [*labels[:number], label, *labels[number + 1 :]])
-            if len(texts) == 1:
-                return  # the table is clear, and dropout blurs the gradient
             for place in range(1, len(ids)):
                 for changed in self._changed(tuple(ids), place, len(texts)):
                     yield Batch([*before, changed, *behind], labels)

@@ -69,6 +69,7 @@ def test_one_text_is_read(adam, wide, texts, optimiser, dropout):
     assert answer.status == Status.RECOVERED
     assert answer.sequences == tuple(observed.sequences)
     assert not answer.verified  # by a gradient; the steps are another matter
+    assert answer.diagnostics["likely"] == [True]
     if not dropout:
         assert replay.replay(wide, answer.sequences, observed.seen).verified
 
@@ -130,6 +131,19 @@ def test_what_cannot_be_read_is_said(adam, wide, small, llama_tiny):
     frozen = replace(observed, update=replace(observed.update, tensors=tensors))
     assert "it was frozen" not in read(PositionMarginals(), observed, wide).reason
     assert "that table was frozen" in read(PositionMarginals(), frozen, wide).reason
+
+
+def test_what_is_read_of_a_sum_over_two_texts_is_not_called_likely(adam, wide):
+    """Each place has the signs of two words, so a single text is none."""
+    seen = adam(PAIR).seen
+    alone = replace(seen, update=replace(seen.update, num_examples=1))
+    assert read(PositionMarginals(), alone, wide).diagnostics["likely"] == [False]
+    noise = {
+        name: torch.randn(value.shape, generator=stream(0, name)) * value.any(-1, keepdim=True)
+        for name, value in seen.update.tensors.items()
+    }
+    noisy = replace(seen, update=replace(seen.update, tensors=noise))
+    assert not any(read(PositionMarginals(seconds=1.0), noisy, wide).diagnostics["likely"])
 
 
 def test_a_model_of_other_weights_is_not_proved(adam, wide, small):
