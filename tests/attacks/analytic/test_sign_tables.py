@@ -112,13 +112,34 @@ def test_it_compares_the_signs_of_the_gradient_of_the_whole_batch(adam, wide):
     assert climb._alike(batch) == pytest.approx(expected, abs=1e-3)
 
 
-def test_a_table_is_worth_what_texts_have_of_it(adam, wide):
+def test_a_table_takes_out_what_words_have_in_common(adam, wide):
+    table = table_of(adam(PAIR).seen, wide)
+    alike_MM = table.unit_MD @ table.unit_MD.T + 0.1 * torch.eye(len(table.words_M))
+    torch.testing.assert_close(table.score_TM @ alike_MM, table.cosine_TM)
+
+
+def test_a_table_is_worth_what_texts_have_of_it():
+    score_TM = torch.tensor([[0.5, 0.0, -0.2], [0.0, 0.3, 0.2]])
+    table = SignTable(torch.tensor([5, 6, 7]), torch.eye(3), score_TM, score_TM)
+    assert table.agreement([(5, 6), (5, 7)]) == pytest.approx(1.0)
+    assert table.agreement([(5, 6), (5, 6)]) == pytest.approx(0.8 - 1 / 3)
+    assert table.agreement([(5, 5)]) == pytest.approx(0.5 - 2 / 3)
+
+
+def test_changes_are_of_one_word_and_of_two_texts(adam, wide):
     observed = adam(PAIR)
-    table = table_of(observed.seen, wide)
-    right = table.agreement(observed.sequences)
+    end = wide.tokenizer.sep_token_id
+    climb = Climb(wide, observed.seen, table_of(observed.seen, wide), end)
     first, second = observed.sequences
-    assert table.agreement([first, first]) < right  # words lack
-    assert table.agreement([(first[0], *first[1:-1][::-1], first[-1]), second]) < right
+    changes = list(climb._changes(Batch([first, second], [0, 1])))
+    texts = [tuple(change.sequences) for change in changes]
+    assert ((*first[:3], *first[4:]), second) in texts  # a word less
+    assert ((*first[:3], end), second) in texts  # ended
+    assert ((*first[:3], *second[3:]), (*second[:3], *first[3:])) in texts
+    swapped = (*first[:3], second[3], *first[4:]), (*second[:3], first[3], *second[4:])
+    assert swapped in texts
+    assert [change.labels for change in changes if change.sequences == [first, second]]
+    assert all(ids[-1] == end for pair in texts for ids in pair)
 
 
 def test_what_cannot_be_read_is_said(adam, wide, small, llama_tiny):
