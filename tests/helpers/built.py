@@ -73,7 +73,8 @@ def run_of(
     """Writes a run as training and attacks leave it."""
     run = Run(folder)
     about: dict[str, Any] = {"status": "finished", "num_labels": 2, "versions": {"fedleak": "0"}}
-    about["examples"] = {"training": experiment.data.samples, "held_out": experiment.data.held_out}
+    data = experiment.data  # on nodes its counts are not known
+    about["examples"] = {"training": data.samples or 0, "held_out": data.held_out or 0}
     run.create(
         experiment=experiment.model_dump(mode="json"),
         fingerprint=experiment.fingerprint,

@@ -27,7 +27,7 @@ def test_the_simulation_is_ended_once_it_is_to_stop(tmp_path, monkeypatch):
         return len(calls) == 3
 
     run = SimpleNamespace(path=tmp_path)
-    experiment = SimpleNamespace(federation=SimpleNamespace(clients=2))
+    experiment = SimpleNamespace(federation=SimpleNamespace(clients=2, at_once=None))
     with pytest.raises(StoppedError, match="training was stopped"):
         simulation.train(run, experiment, stop)
     assert len(calls) == 3

@@ -83,6 +83,7 @@ def test_it_gets_the_update_the_knowledge_and_the_model(program, seen, bert_tiny
         "local_epochs": None,
         "recipe": None,
         "server_mode": None,
+        "own_head": None,
     }
     assert table["update"] == {"kind": "gradient", "num_examples": 2}
     update = load_file(kept / "update.safetensors")
