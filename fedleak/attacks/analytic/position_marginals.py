@@ -227,7 +227,7 @@ def _by_signs(
         | ({"time_up": True} if clock.rang else {}),
         reason=f"nothing proved: {100 * alike:.0f} % of signs are those of the update",
     )
-    return Reading.of(answer, settled=True)  # no other attack reads an encoder's update of Adam
+    return Reading.of(answer, settled=likely)
 
 
 _NOT_PROVED = {
