@@ -572,6 +572,11 @@ def test_an_own_head_that_is_the_models_has_its_names(own):
     assert attack(own, [*update.values()], model=headed, names=HEAD, kind="dager").verified
     with pytest.raises(fedleak.ConfigError, match=r"no name for classifier\.bias"):
         attack(own, update, model=headed, names={"head.weight": "classifier.weight"})
+    with pytest.raises(fedleak.ConfigError, match=r"no name for classifier\.bias"):
+        attack(own, update, model=headed, names={"hed.weight": "classifier.weight"})
+    headed.head = nn.Linear(headed.head.in_features, 1)
+    with pytest.raises(fedleak.ConfigError, match="has 1 labels"):
+        attack(own, update, model=headed, names=HEAD)
     with pytest.raises(fedleak.ConfigError, match="leave it out, or names"):
         attack(own, update, model=headed, names=HEAD, own_head=True)
 

@@ -64,14 +64,14 @@ def adopt(
         )
     named = f"the model ({type(theirs).__name__})"
     task = _task(theirs, own_head or bool(names))
-    _check_loss(named, task, loss, theirs.config)
-    family = family_of(named, theirs.config, task)
     tokenizer, config = copy.deepcopy(tokenizer), copy.deepcopy(theirs.config)
-    check_tokenizer_(named, tokenizer, config.vocab_size, task)
-    set_up_(config, tokenizer)
+    family = family_of(named, config, task)
     head = {names[name]: p for name, p in module.named_parameters() if name in names}
     if (rows := head.get(family.classifier[0])) is not None:
         config.num_labels = len(rows)
+    _check_loss(named, task, loss, config)
+    check_tokenizer_(named, tokenizer, config.vocab_size, task)
+    set_up_(config, tokenizer)
     # To draw random weights, which are overwritten below, would take longer than a client's step.
     with torch.random.fork_rng(devices=[]), no_init_weights():
         own = auto_class(task).from_config(config, dtype=torch.float32)
@@ -192,15 +192,15 @@ def _copy_weights_(
     """
     named_theirs = ((plain(name), parameter) for name, parameter in theirs.named_parameters())
     source = {name: parameter for name, parameter in named_theirs if name is not None}
-    body = f"{own.base_model_prefix}."
-    if type(theirs) is type(own.base_model):
+    body, headless = f"{own.base_model_prefix}.", type(theirs) is type(own.base_model)
+    if headless:
         source = {body + name: value for name, value in source.items()}
     if own_head:
         source = {name: value for name, value in source.items() if name.startswith(body)}
     source |= head
     copies = dict(own.named_parameters())
     lacking = copies.keys() - source.keys()
-    if lacking and head:
+    if lacking and headless and not own_head:
         raise ConfigError(
             f"names has no name for {min(lacking)} of the classifier: name all of its parameters, "
             "or say own_head = true in place of names"

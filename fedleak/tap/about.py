@@ -110,6 +110,8 @@ class About(Table):
         truth = table.get("truth") if isinstance(table, dict) else None
         if not isinstance(truth, dict) or "attack" in table or not {"file", "held_out"} <= {*truth}:
             return table
+        if isinstance(reply := table.get("reply"), dict) and reply.get("own_head"):
+            return table  # `membership` computes gradients, for which it needs the head
         return table | {"attack": [{"kind": "auto"}, {"kind": "membership"}]}
 
 

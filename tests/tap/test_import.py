@@ -215,6 +215,17 @@ def test_an_own_head_is_not_the_models(wire, step, imported):
     assert outcome.run.captures.about(Key(1, 0)).knowledge.own_head
 
 
+@pytest.mark.parametrize("own_head", [False, True])
+def test_membership_is_asked_where_the_truth_and_the_head_are_known(tmp_path, own_head):
+    for name in ("truth.jsonl", "others.txt"):
+        (tmp_path / name).write_text("")
+    changes = {"truth.file": str(tmp_path / "truth.jsonl"), "reply.own_head": own_head}
+    changes["truth.held_out"] = str(tmp_path / "others.txt")
+    about = load_about(about_file(tmp_path / "about.toml", changes))
+    kinds = [table["kind"] for table in about.attack]
+    assert kinds == (["auto"] if own_head else ["auto", "membership"])
+
+
 def test_a_head_of_another_name_is_the_models_if_it_is_called_so(wire, step, imported):
     def own(tensors):
         return {n.replace("classifier.", "head."): v for n, v in tensors.items()}

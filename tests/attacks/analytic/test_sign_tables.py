@@ -142,7 +142,7 @@ def test_changes_are_of_one_word_and_of_two_texts(adam, wide):
     assert all(ids[-1] == end for pair in texts for ids in pair)
 
 
-def test_what_cannot_be_read_is_said(adam, wide, small, llama_tiny):
+def test_what_cannot_be_read_is_said(adam, wide, small):
     gpt2 = small("gpt2", width=128)
     answer = read(PositionMarginals(), adam(PAIR, gpt2).seen, gpt2)
     assert (answer.status, "no token ends each" in answer.reason) == (Status.ABSTAINED, True)
@@ -150,7 +150,6 @@ def test_what_cannot_be_read_is_said(adam, wide, small, llama_tiny):
     tensors = dict(observed.update.tensors)
     tensors[wide.family.position_embedding] = torch.zeros(64, 128)
     frozen = replace(observed, update=replace(observed.update, tensors=tensors))
-    assert "it was frozen" not in read(PositionMarginals(), observed, wide).reason
     assert "that table was frozen" in read(PositionMarginals(), frozen, wide).reason
 
 
