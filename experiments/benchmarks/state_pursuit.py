@@ -1,8 +1,9 @@
-"""What `state_pursuit` reads from steps of AdamW on adapters, and how much of it replay proves.
+"""What `state_pursuit` reads from steps of AdamW on a decoder, and how much of it replay proves.
 
-    python experiments/benchmarks/state_pursuit.py --model FOLDER --texts FILE [--rank 8]
+    python experiments/benchmarks/state_pursuit.py --model FOLDER --texts FILE [--rank 8 | --full]
 
-FILE has a text on each line. The adapters are first trained on other texts, as in earlier rounds.
+FILE has a text on each line. Adapters, or with `--full` all weights, are first trained on other
+texts, as in earlier rounds.
 Beside the tokens that are read stand those that the answer to another client's update has of them.
 """
 
@@ -43,20 +44,22 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--texts", required=True, type=Path)
     parser.add_argument("--rank", type=int, default=8)
+    parser.add_argument("--full", action="store_true")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--clients", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    lora = Lora(options.rank, 2 * options.rank)
+    lora = None if options.full else Lora(options.rank, 2 * options.rank)
     model = loading.load(ModelSpec(name=options.model, task=CAUSAL_LM, num_labels=2, lora=lora))
     lines = [line.strip() for line in options.texts.read_text().splitlines()]
     lines = [line for line in lines if 6 <= len(line.split()) <= 24]
     random.Random(options.seed).shuffle(lines)
     of_client = options.batch * options.steps
     texts = [tuple(ids) for ids in model.encode(lines[: WARM + options.clients * of_client])]
-    local_update_(model, texts[:WARM], [0] * WARM, EARLIER, seed=1)
+    earlier = replace(EARLIER, learning_rate=2e-5) if options.full else EARLIER
+    local_update_(model, texts[:WARM], [0] * WARM, earlier, seed=1)
     how = replace(EARLIER, batch_size=options.batch, learning_rate=5e-5)
     exact = proved = 0
     own_share = other_share = 0.0

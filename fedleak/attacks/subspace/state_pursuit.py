@@ -5,11 +5,11 @@ in orthogonal matching pursuit (Pati et al. 1993), by what their states explain 
 (`update_evidence`).
 
 - **Search.** A beam of prefixes. Next tokens are tried by their log probability, by how much
-  likelier a step along the update makes them, and by what their inputs explain in the first layer
-  once those of the prefix are taken out. Prefixes are ranked by what each token explains more in
-  the first layers, and then, of the best, in all: words in a wrong order explain much in the first
-  layers and little in the last. Of that the logarithm counts: otherwise rare words, which explain
-  most, would come before their turn.
+  likelier a step along the update makes them, by what their inputs explain in the first layer once
+  those of the prefix are taken out, and by what the output layer says, if it was trained. Prefixes
+  are ranked by what each token explains more in the first layers, and then, of the best, in all:
+  words in a wrong order explain much in the first layers and little in the last. Of that the
+  logarithm counts: otherwise rare words, which explain most, would come before their turn.
 - **Score.** A prefix may be a whole text, closed by the end token: the best of these are scored by
   their gradients, and by their log probabilities.
 - **Mending.** Single changes anywhere in a text, as long as one scores more: a token less, more or
@@ -28,7 +28,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
 
 import torch
@@ -59,9 +59,9 @@ _BEGINNINGS, _WIDE = 48, 256
 """First tokens, where none begins all texts; prefixes that are kept, times their tokens, while they
 are short."""
 
-_BEHIND, _TRIED = 40, 1536
-"""Next tokens that are tried behind each prefix; those behind all prefixes of a single text, at
-least: where few are kept, more are tried behind those that most speaks for."""
+_TRIED = 1536
+"""Next tokens that are tried behind all prefixes of a single text, at least: where few are kept,
+more are tried behind those that most speaks for."""
 
 _DEPTH, _DEEP = 8, 384
 """Layers whose inputs all tokens that are tried are compared in; tokens whose inputs are compared
@@ -72,17 +72,11 @@ _RANKED = 0.25
 before it is long."""
 
 _CLOSED = 6
-"""Prefixes whose gradients are computed, as those of whole texts."""
-
-_MENDED = 24
-"""Changes of a single text whose gradients are computed."""
+"""Prefixes whose gradients are computed, as those of whole texts: so many that most speaks for, and
+so many of which most speaks for the end."""
 
 _TABLE = 0.1
 """Weight of the nats of the first layer beside log probabilities and scores."""
-
-_LAYERS = 12.0
-"""Weight, beside log probabilities, of the logarithm of the nats that a token explains in a layer,
-a mean over layers."""
 
 _EARLY, _COST = 192, 3
 """Of a batch: prefixes that are kept, times the square of their number of tokens, while they are
@@ -92,11 +86,33 @@ _STALE, _BEGUN = 6, 8
 """Tokens by which the beam grows without a better text before the search ends; tokens from which on
 there must be one that explains more than chance."""
 
-_CHANGES, _MOVED = 20, 3
-"""Tokens that are tried at each place of a text; successive ones that are moved together."""
+_MOVED = 3
+"""Successive tokens of a text that are moved together."""
 
 _AT_ONCE = 512
 """Tokens that go through the model together."""
+
+
+class _Effort(NamedTuple):
+    """How much is tried, and what counts.
+
+    Attributes:
+        behind: Next tokens behind each prefix.
+        changes: Tokens at each place of a text that is mended.
+        mended: Changes of a single text whose gradients are computed.
+        layers: Weight, beside log probabilities, of the logarithm of the nats that a token explains
+            in a layer, a mean over layers.
+    """
+
+    behind: int
+    changes: int
+    mended: int
+    layers: float
+
+
+_BY_STATES = _Effort(behind=40, changes=20, mended=24, layers=12.0)
+_BY_HEAD = _Effort(behind=12, changes=8, mended=96, layers=4.0)
+"""Without, and with, rows of the output layer, which name the next token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +126,7 @@ class StatePursuit(Reader):
     """
 
     kind: ClassVar[str] = "state_pursuit"
-    version: ClassVar[int] = 5
+    version: ClassVar[int] = 6
     slow: ClassVar[bool] = True
     uses: ClassVar[frozenset[str]] = frozenset()
     width: Annotated[int, Field(ge=1)] = 12
@@ -208,6 +224,7 @@ class _Search:
         """Takes what tells whether a text is the whole update; None for a text of a batch."""
         self._update, self._longest = update, longest
         self._device, self._proves = model.device, proves
+        self._effort = _BY_STATES if update.head is None else _BY_HEAD
         self._first = first_tokens(model)
         (self._end,) = certificate.close(model, ())
         self._known = {token for text in beside for token in text.ids}
@@ -221,8 +238,8 @@ class _Search:
         beam = self._begun()
         ended, most, stale = {ids: float(self._scores([ids])) for ids in known}, -math.inf, 0
         while True:
-            likely_N = beam.support_N + beam.hints_NV[:, self._end]
-            likely = likely_N.topk(min(_CLOSED, len(beam.ids))).indices.tolist()
+            ranks = (beam.support_N, beam.support_N + beam.hints_NV[:, self._end])
+            likely = _best_of(ranks, _CLOSED)
             closed = [(*beam.ids[row], self._end) for row in likely]
             scores_N = self._scores(closed, clock)
             ended |= zip(closed, scores_N.tolist(), strict=True)
@@ -284,7 +301,7 @@ class _Search:
         hints_NV, table_NV = self._next_words(beam)
         tried_NV = _RANKED * beam.support_N[:, None] + hints_NV + _TABLE * table_NV
         vocabulary = tried_NV.shape[1]
-        behind_NJ = _tried(hints_NV, table_NV, _BEHIND)
+        behind_NJ = _tried(hints_NV, table_NV, self._effort.behind)
         tried_N = tried_NV.scatter_(1, behind_NJ, math.inf).flatten()
         tried = max(_TRIED, behind_NJ.numel())
         pairs_M = tried_N.topk(min(tried, len(tried_N))).indices
@@ -305,14 +322,13 @@ class _Search:
         whose last token the first layer supports.
         """
         hints_NV, table_NV = self._next_words(beam)
-        tokens_NJ = _tried(hints_NV, table_NV, _BEHIND)
+        tokens_NJ = _tried(hints_NV, table_NV, self._effort.behind)
         rows_M = torch.arange(len(beam.ids), device=self._device)
         rows_M, tokens_M = rows_M.repeat_interleave(tokens_NJ.shape[1]), tokens_NJ.flatten()
         scores_M = self._scores(_longer(beam, rows_M, tokens_M), clock)
         count = max(width // _COST, _EARLY // (len(beam.ids[0]) + 1) ** 2)
-        half = min(-(-count // 2), len(rows_M))
         ranks = (scores_M, scores_M + _TABLE * table_NV[rows_M, tokens_M])
-        best_N = sorted({i for rank_M in ranks for i in rank_M.topk(half).indices.tolist()})
+        best_N = _best_of(ranks, -(-count // 2))
         return rows_M[best_N], tokens_M[best_N], scores_M[best_N]
 
     def _gain(
@@ -344,7 +360,7 @@ class _Search:
         for number, layer in enumerate(layers):
             after_LM[number] = layer.nats_of(share_LM[number], known + 1)
         more_M = (after_LM - before_LM).clamp_min(0).log1p().mean(0)
-        return _LAYERS * more_M, parts_LMD, share_LM
+        return self._effort.layers * more_M, parts_LMD, share_LM
 
     def mended(self, ids: Ids, clock: Clock) -> Judged:
         """Returns a closed text after single changes that explain more, the best one first."""
@@ -371,7 +387,7 @@ class _Search:
                 for _, of_length in groupby(texts, len)
             ]
         )
-        likely = support_N.topk(min(_MENDED, len(texts))).indices.sort().values
+        likely = support_N.topk(min(self._effort.mended, len(texts))).indices.sort().values
         return [texts[i] for i in likely.tolist()]
 
     def _changed(self, ids: Ids) -> Iterator[Ids]:
@@ -381,7 +397,7 @@ class _Search:
         # A first token is no target: all are as likely.
         hints_TV = self._update.hints(torch.tensor([ids[:-1]], device=self._device))[0]
         hints_TV = F.pad(hints_TV, (0, 0, 1, 0))[len(self._first) :]
-        tried_TJ = _tried(hints_TV, self._update.first_layer.nats(others), _CHANGES)
+        tried_TJ = _tried(hints_TV, self._update.first_layer.nats(others), self._effort.changes)
         for place, tried in zip(places, tried_TJ.tolist(), strict=True):
             before, behind = ids[:place], ids[place + 1 :]
             for token in tried:
@@ -438,6 +454,12 @@ def _longer(beam: _Beam, rows_M: Tensor, tokens_M: Tensor) -> list[Ids]:
     """Returns prefixes of a beam, each with one more token."""
     pairs = zip(rows_M.tolist(), tokens_M.tolist(), strict=True)
     return [(*beam.ids[row], token) for row, token in pairs]
+
+
+def _best_of(ranks: Sequence[Tensor], count: int) -> list[int]:
+    """Returns the indices, in rising order, of so many of each rank."""
+    best = (rank_N.topk(min(count, len(rank_N))).indices.tolist() for rank_N in ranks)
+    return sorted({*chain.from_iterable(best)})
 
 
 def _tried(hints_NV: Tensor, table_NV: Tensor, count: int) -> Tensor:

@@ -12,6 +12,10 @@ first step leaves little more than signs: signs of Gaussian numbers still point 
   directions are common. They whiten both sides, so that numbers of a gradient d x^T count alike
   (K-FAC, Martens and Grosse 2015). Adam's divisor is multiplied back first, as far as those texts
   give it.
+- **Output layer.** The gradient of its row for a token is the sum of last hidden states, each times
+  the token's probability there, less the states before the token. So a row moves along the states
+  that its token follows, also in signs, and names the next token of a right prefix, also where
+  the layer is the word embedding.
 - **Score.** The gradient of a text explains a share e of the square of the update:
   -log(1 - e) / 2 nats for each number that counts as independent. The log probability that the
   model gives the text is added.
@@ -60,6 +64,9 @@ token; added to the squares of these, because some are nearly the same."""
 
 _LIKELIER = 1.5
 """Weight of what a step along an update adds to a log probability, in standard deviations."""
+
+_NAMED = 3.0
+"""Weight of what the rows of the output layer say for a token, in standard deviations."""
 
 _FAR, _FARTHER = 0.003, 10
 """How far weights move along an update, as a share of their norm, to see what it makes likelier;
@@ -220,12 +227,50 @@ class FirstLayer:
         return nats_V.masked_fill(left_V < _LEFT, 0)
 
 
+class Head(NamedTuple):
+    """What the rows of the output layer say of next tokens.
+
+    Attributes:
+        rows_VD: What the rows moved along, whitened, of length 1.
+        whiten_DD: The matrix that whitens states, multiplied from the right.
+    """
+
+    rows_VD: Tensor
+    whiten_DD: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        model: LanguageModel,
+        gradients: Mapping[str, Tensor],
+        texts_NT: Tensor,
+        *,
+        signs: bool,
+    ) -> "Head | None":
+        """Returns the rows of an update; None if it has none."""
+        outer: Any = model.module
+        weight = outer.get_output_embeddings().weight
+        named = (name for name, value in outer.named_parameters() if value is weight)
+        gradient_VD = gradients.get(next(named, ""))
+        if gradient_VD is None or not gradient_VD.any():
+            return None
+        whiten_DD, size_D = whitening(_states(model, texts_NT).flatten(0, 1))
+        rows_VD = -gradient_VD * size_D if signs else -gradient_VD
+        return cls(F.normalize(rows_VD @ whiten_DD), whiten_DD)
+
+    def names(self, hidden_XD: Tensor) -> Tensor:
+        """Returns what is said for each token [..., V] behind states, in standard deviations."""
+        whitened_XD = F.normalize(hidden_XD @ self.whiten_DD, dim=-1)
+        return _deviations(whitened_XD @ self.rows_VD.T).clamp_min(0)
+
+
 class UpdateEvidence:
     """An update, and how well gradients of single texts explain it.
 
     Attributes:
         layers: The attention weights that it changes, with their adapters.
         first_layer: What it says of single tokens.
+        head: What it says of next tokens; None: the output layer was not trained.
         mixed: What it says of the inputs of each layer.
     """
 
@@ -272,6 +317,7 @@ class UpdateEvidence:
         self._square = sum(float(layer.sent_OI.square().sum()) for layer in self.layers)
         self._count = _INDEPENDENT * sum(layer.sent_OI.numel() for layer in self.layers)
         self._set_step(along, texts_NT[:2, :-1])
+        self.head = Head.of(model, gradients, texts_NT, signs=not seen.knowledge.adds_up)
 
     def _set_step(self, along: Mapping[str, Tensor], ids_NT: Tensor) -> None:
         """Sets a step along an update, so far that rounding is little of what texts gain by it."""
@@ -283,7 +329,7 @@ class UpdateEvidence:
         size = -_FAR * weights / max(length, _SMALL)
         for _ in range(_FARTHER):
             self._step = {name: size * value for name, value in along.items()}
-            if float(self._likelier(ids_NT)[1].std()) >= visible:
+            if float(self._likelier(ids_NT)[2].std()) >= visible:
                 break
             size *= _FARTHER
 
@@ -292,31 +338,36 @@ class UpdateEvidence:
     ) -> Tensor:
         """Returns what speaks for each next token [N, T, V], in nats, before its gradient is known.
 
-        Training makes likelier what it has seen: contrastive decoding (Li et al. 2023) of the
-        models before and after a step along the update. What the step adds to a log probability
-        counts in its standard deviations over all tokens.
+        A trained output layer names it. Training makes likelier what it has seen: contrastive
+        decoding (Li et al. 2023) of the models before and after a step along the update. What the
+        step adds to a log probability counts in its standard deviations over all tokens.
 
         Args:
             ids_NT: The tokens.
             caches: What the two models keep of earlier tokens; these are added.
         """
-        before_NTV, more_NTV = self._likelier(ids_NT, caches)
-        deviation_NT1, mean_NT1 = torch.std_mean(more_NTV, -1, keepdim=True)
-        more_NTV = (more_NTV - mean_NT1) / (deviation_NT1 + _SMALL)
-        return before_NTV + _LIKELIER * more_NTV
+        hidden_NTD, before_NTV, more_NTV = self._likelier(ids_NT, caches)
+        hints_NTV = before_NTV + _LIKELIER * _deviations(more_NTV)
+        if self.head is not None:
+            hints_NTV += _NAMED * self.head.names(hidden_NTD)
+        return hints_NTV
 
     def _likelier(
         self, ids_NT: Tensor, caches: Sequence["DynamicCache | None"] = (None, None)
-    ) -> tuple[Tensor, Tensor]:
-        """Returns log probabilities [N, T, V] of next tokens, and what a step adds to them."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns last hidden states [N, T, D], and two tensors [N, T, V] of next tokens.
+
+        These are their log probabilities, and what a step along the update adds to them.
+        """
         before, after = caches
-        before_NTV = log_probabilities(self._model, ids_NT, before)
+        hidden_NTD = _states(self._model, ids_NT, before)
+        before_NTV = _next(self._model, hidden_NTD)
         weights = self._model.trained()
         with copied_parameters(weights[name] for name in self._step):
             for name, value in self._step.items():
                 weights[name].data += value.to(weights[name])
             more_NTV = log_probabilities(self._model, ids_NT, after) - before_NTV
-        return before_NTV, more_NTV
+        return hidden_NTD, before_NTV, more_NTV
 
     def inputs(
         self, ids_NT: Tensor, layers: Sequence[LayerInputs], cache: "DynamicCache | None" = None
@@ -352,6 +403,12 @@ class UpdateEvidence:
             square_N = square_N + gradient_NOI.square().sum((1, 2))
         share_N = along_N.clamp_min(0).square() / (square_N * self._square + _SMALL)
         return -self._count / 2 * torch.log1p(-share_N.clamp(max=_ALL))
+
+
+def _deviations(values_XV: Tensor) -> Tensor:
+    """Returns how far values [..., V] are above their mean, in their standard deviations."""
+    deviation_X1, mean_X1 = torch.std_mean(values_XV, -1, keepdim=True)
+    return (values_XV - mean_X1) / (deviation_X1 + _SMALL)
 
 
 def _times(rows_NTX: Tensor, matrix_XX: Tensor) -> Tensor:

@@ -127,6 +127,44 @@ def test_an_update_makes_likelier_what_it_was_trained_on(adapted):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("adam", [True, False])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_the_output_layer_names_the_next_token_of_a_right_prefix(small, observe, family, adam):
+    """Its rows are signs of sums of states after Adam; else these sums."""
+    model = small(family, CAUSAL_LM, layers=3, width=48)
+    words = ["she told us that nobody knows it all"]
+    (own,) = map(tuple, model.encode(words))
+    with torch.enable_grad():
+        seen = sent(model, [own]) if adam else observe(model, words).seen
+    update, _ = searched(model, seen)
+    states_TD = update_evidence._states(model, torch.tensor([own[:-1]]))[0]
+    named_TV = update.head.names(states_TD)
+    places = (named_TV > named_TV.gather(1, torch.tensor(own[1:])[:, None])).sum(1)
+    assert len({*own}) == len(own)  # A repeated token has a row of several states.
+    # The rows are those of the word embedding, too.
+    assert places.tolist().count(0) > 0.7 * len(places)
+    # Behind a wrong prefix the same rows say less.
+    other_TV = update.head.names(states_TD.roll(1, 0))
+    assert other_TV.gather(1, torch.tensor(own[1:])[:, None]).mean() < named_TV.max(1).values.mean()
+
+
+def test_adapters_alone_say_nothing_of_the_output_layer(adapted):
+    (own,) = map(tuple, adapted.encode(["she told us that"]))
+    update, search = searched(adapted, sent(adapted, [own]))
+    assert update.head is None
+    assert search._effort == state_pursuit._BY_STATES
+
+
+def test_a_batch_is_read_from_a_step_of_adamw_on_all_weights_and_proved(small):
+    model = small("llama", CAUSAL_LM, layers=3, width=48)
+    own = [tuple(ids) for ids in model.encode(["she told us that", "nobody knows it all"])]
+    seen = sent(model, own)
+    answer = StatePursuit(width=6)(seen, model, rng=stream(0, "a"))
+    assert {*answer.sequences} == {*own}
+    assert replay.replay(model, answer.sequences, seen).verified
+
+
+@torch.no_grad()
 def test_the_first_layer_says_what_is_left_of_rows_and_inputs_without_known_tokens(small):
     """Token by token, by least squares."""
     model = small("llama", CAUSAL_LM, width=48)
