@@ -59,7 +59,7 @@ ENSEMBLE: tuple[tuple[Single, str], ...] = (
 
 Of several texts of an encoder `keyspan` goes before `maximum_likelihood`, and `query_gradients`
 before both if a text is longer than a head is wide: neither is cheap there. Of decoders `dager`
-goes before `keyspan`, which is not cheap.
+goes before `keyspan`, which is not cheap, and after Adam `state_pursuit` before both.
 """
 
 _CHOOSING = 0.5
@@ -161,7 +161,7 @@ class Auto(OneByOne):
     """
 
     kind: ClassVar[str] = "auto"
-    version: ClassVar[int] = 22
+    version: ClassVar[int] = 23
     slow: ClassVar[bool] = True
     uses: ClassVar[frozenset[str]] = Lamp.uses | {"noise_scale"}
     seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 120.0
@@ -232,7 +232,9 @@ class _Attempt:
         able = [attack for attack, _ in ENSEMBLE if attack.obstacle(setting) is None]
         if model.family.causal:
             # DAGER reads a decoder's texts of any length, one token after the other, and cheaply.
-            late = (Keyspan, StatePursuit, Lamp)
+            late: tuple[type[Single], ...] = (Keyspan, StatePursuit, Lamp)
+            if not seen.knowledge.adds_up:  # Signs have no span.
+                late = (Dager, Keyspan, Lamp)
             able.sort(key=lambda attack: isinstance(attack, late) and 1 + late.index(type(attack)))
         elif seen.update.num_examples > 1 and seen.knowledge.adds_up:
             # The likelihood tests quickly what spans read under noise, and goes on from there.

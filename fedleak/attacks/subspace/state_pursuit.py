@@ -15,10 +15,11 @@ in orthogonal matching pursuit (Pati et al. 1993), by what their states explain 
 - **Mending.** Single changes anywhere in a text, as long as one scores more: a token less, more or
   another one, or some in another place. Those are scored whose states explain most.
 - **Proof.** A text that scores more than those before is proved, or not, by its gradient or by the
-  client's steps on it (`replay`). The search for a single text ends at a proof.
-- **Batches.** Each text is sought, and mended, beside the texts that were found, and once more when
-  all were found. States of words of other texts explain as much, so prefixes are ranked, and
-  changes chosen, by their scores alone.
+  client's steps on it (`replay`). The search ends at a proof. Until then each text is sought twice
+  more, with the best one so far in the beam, and prefixes are ranked, and changes chosen, by their
+  scores alone.
+- **Batches.** Each text is sought, and mended, beside the texts that were found. States of words of
+  other texts explain as much, so scores alone rank at once.
 
 Shapes: N texts or prefixes, M of them that are tried, J next tokens, V vocabulary, D hidden size,
 T tokens, L layers, K known tokens.
@@ -89,6 +90,9 @@ there must be one that explains more than chance."""
 _MOVED = 3
 """Successive tokens of a text that are moved together."""
 
+_AGAIN = 2
+"""Times that each text is sought again, beside all others of a batch, until there is a proof."""
+
 _AT_ONCE = 512
 """Tokens that go through the model together."""
 
@@ -157,24 +161,8 @@ class StatePursuit(Reader):
         update = UpdateEvidence(model, seen, rng)
         if not update.layers:
             return Reading.none("nothing read: the attention weights did not change")
-        longest, later = min(self.longest, model.max_length), _later(seen)
-        wanted, texts = seen.update.num_examples, list[Judged]()
-        proves = partial(_proves, model, seen, clock) if wanted == 1 else None
-
-        def sought(beside: Sequence[Judged], *known: Ids) -> Judged:
-            search = _Search(model, update, beside, longest, proves)
-            return search.mended(search.best(self.width, clock, *known), clock)
-
-        while len(texts) < wanted and not clock.up():
-            text = sought(texts)
-            if text.excess >= 0:
-                break
-            texts.append(text)
-            tell(len(texts), wanted, text)
-        for i in range(len(texts) if wanted > 1 else 0):
-            if clock.up():
-                break
-            texts[i] = sought([*texts[:i], *texts[i + 1 :]], texts[i].ids)
+        texts = self._texts(seen, model, update, clock, tell)
+        wanted, later = seen.update.num_examples, _later(seen)
         if not texts:
             reason = f"nothing read: no text explains more of the update than chance does{later}"
             return Reading.none(reason, **clock.late())
@@ -188,6 +176,36 @@ class StatePursuit(Reader):
             reason="" if verdict.verified else f"nothing proved: these texts explain most{later}",
         )
         return Reading(answer, tuple(text.ids for text in best))
+
+    def _texts(
+        self,
+        seen: Observation,
+        model: LanguageModel,
+        update: UpdateEvidence,
+        clock: Clock,
+        tell: Callable[[int, int, Judged], None],
+    ) -> list[Judged]:
+        """Returns the texts, closed, after so many searches of each as there may be."""
+        longest, wanted = min(self.longest, model.max_length), seen.update.num_examples
+        texts: list[Judged] = []
+        for again in range(1 + _AGAIN):
+            before = [text.ids for text in texts]
+            for i in range(min(wanted, len(texts) + 1) if again else wanted):
+                known, others = texts[i : i + 1], [*texts[:i], *texts[i + 1 :]]
+                proves = partial(_proves, model, seen, clock, [text.ids for text in others])
+                by_states = wanted == 1 and not again
+                search = _Search(model, update, others, longest, by_states, proves)
+                begun = search.best(self.width, clock, *(text.ids for text in known))
+                text = search.mended(begun, clock)
+                if text.excess >= 0:  # It explains no more than chance does.
+                    break
+                texts[i : i + 1] = [text]
+                tell(len(texts), wanted, text)
+                if clock.up() or proves(text.ids):
+                    return texts
+            if [text.ids for text in texts] == before:
+                break
+        return texts
 
 
 class _Beam(NamedTuple):
@@ -219,10 +237,11 @@ class _Search:
         update: UpdateEvidence,
         beside: Sequence[Judged],
         longest: int,
-        proves: Callable[[Ids], bool] | None,
+        by_states: bool,
+        proves: Callable[[Ids], bool],
     ) -> None:
-        """Takes what tells whether a text is the whole update; None for a text of a batch."""
-        self._update, self._longest = update, longest
+        """Takes whether states rank prefixes, and what tells whether a text is all that lacks."""
+        self._update, self._longest, self._by_states = update, longest, by_states
         self._device, self._proves = model.device, proves
         self._effort = _BY_STATES if update.head is None else _BY_HEAD
         self._first = first_tokens(model)
@@ -244,14 +263,17 @@ class _Search:
             scores_N = self._scores(closed, clock)
             ended |= zip(closed, scores_N.tolist(), strict=True)
             best = max(closed, key=ended.__getitem__)
-            if ended[best] > most and self._proved(best):
+            if ended[best] > most and self._proves(best):
                 return best
             stale, most = (0, ended[best]) if ended[best] > most else (stale + 1, most)
             given_up = stale >= _STALE and (most > 0 or len(closed[0]) > _BEGUN)
             if given_up or len(closed[0]) >= self._longest or clock.up():
                 return max(ended, key=ended.__getitem__)
-            kept = self._scored if self._proves is None else self._explaining
-            beam = self._grown(beam, *kept(beam, width, clock))
+            if self._by_states:
+                kept = self._explaining(beam, width, clock)
+            else:
+                kept = self._scored(beam, width, clock, known)
+            beam = self._grown(beam, *kept)
 
     def _begun(self) -> _Beam:
         """Returns what begins all texts, or the first tokens that the first layer supports."""
@@ -315,20 +337,29 @@ class _Search:
             pairs_M = pairs_M[best_M]
         return pairs_M // vocabulary, pairs_M % vocabulary, support_M
 
-    def _scored(self, beam: _Beam, width: int, clock: Clock) -> tuple[Tensor, Tensor, Tensor]:
-        """Likewise, of a batch, by scores: states of words of other texts explain as much.
+    def _scored(
+        self, beam: _Beam, width: int, clock: Clock, known: Sequence[Ids]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Likewise, by scores.
 
         A score does not contain a token's effect on later ones, so half of the prefixes are those
-        whose last token the first layer supports.
+        whose last token the first layer supports. What begins a known text is kept, too.
         """
         hints_NV, table_NV = self._next_words(beam)
-        tokens_NJ = _tried(hints_NV, table_NV, self._effort.behind)
-        rows_M = torch.arange(len(beam.ids), device=self._device)
-        rows_M, tokens_M = rows_M.repeat_interleave(tokens_NJ.shape[1]), tokens_NJ.flatten()
+        length = len(beam.ids[0])
+        rows = {ids: row for row, ids in enumerate(beam.ids)}
+        begun = [
+            (rows[ids[:length]], ids[length])
+            for ids in known
+            if ids[:length] in rows and len(ids) > length + 1
+        ]
+        tried = _tried(hints_NV, table_NV, self._effort.behind).tolist()
+        pairs = [*begun, *((row, token) for row, tokens in enumerate(tried) for token in tokens)]
+        rows_M, tokens_M = torch.tensor([*dict.fromkeys(pairs)], device=self._device).T
         scores_M = self._scores(_longer(beam, rows_M, tokens_M), clock)
-        count = max(width // _COST, _EARLY // (len(beam.ids[0]) + 1) ** 2)
+        count = max(width // _COST, _EARLY // (length + 1) ** 2)
         ranks = (scores_M, scores_M + _TABLE * table_NV[rows_M, tokens_M])
-        best_N = _best_of(ranks, -(-count // 2))
+        best_N = sorted({*range(len(begun)), *_best_of(ranks, -(-count // 2))})
         return rows_M[best_N], tokens_M[best_N], scores_M[best_N]
 
     def _gain(
@@ -365,19 +396,16 @@ class _Search:
     def mended(self, ids: Ids, clock: Clock) -> Judged:
         """Returns a closed text after single changes that explain more, the best one first."""
         score = float(self._scores([ids]))
-        while not self._proved(ids) and not clock.up():
+        while not self._proves(ids) and not clock.up():
             # Sorted, so that those of one length go through the model together.
             texts = sorted(self._changed(ids), key=len)
-            if self._proves is not None:
+            if self._by_states:
                 texts = self._supported(texts, clock)
             best, i = self._scores(texts, clock).max(0)
             if best <= score:
                 break
             ids, score = texts[int(i)], float(best)
         return Judged(ids, -score, math.inf)
-
-    def _proved(self, ids: Ids) -> bool:
-        return self._proves is not None and self._proves(ids)
 
     def _supported(self, texts: Sequence[Ids], clock: Clock) -> list[Ids]:
         """Returns the closed texts, sorted by length, whose states explain most."""
@@ -407,8 +435,8 @@ class _Search:
                     yield (*before, token, *behind)
             if behind and len(ids) > 2:
                 yield before + behind
-        # Of a batch, whose changes all need a gradient, only single tokens.
-        for count in range(1, _MOVED + 1 if self._proves is not None else 2):
+        # Where all changes need a gradient, only single tokens.
+        for count in range(1, _MOVED + 1 if self._by_states else 2):
             for place in places[:-count]:
                 moved, left = ids[place : place + count], ids[:place] + ids[place + count :]
                 for to in places[:-count]:
@@ -442,11 +470,19 @@ class _Search:
         return scores_N - self._update.nats(self._beside)
 
 
-def _proves(model: LanguageModel, seen: Observation, clock: Clock, ids: Ids) -> bool:
-    """Whether a closed text gives the update: its gradient, or the client's steps on it."""
-    if certificate.judge(model, [certificate.opened(model, ids)], seen, clock).verified:
+def _proves(
+    model: LanguageModel, seen: Observation, clock: Clock, others: Sequence[Ids], ids: Ids
+) -> bool:
+    """Whether closed texts give the update: their gradient, or the client's steps on them."""
+    texts = [*others, ids]
+    if len(texts) < seen.update.num_examples:
+        return False
+    opened = [certificate.opened(model, ids) for ids in texts]
+    if certificate.judge(model, opened, seen, clock).verified:
         return True
-    made = replay.replay(model, [ids], seen, clock.left())
+    if len(texts) > 1 and seen.knowledge.local_steps != 1:  # Their orders are many.
+        return False
+    made = replay.replay(model, texts, seen, clock.left())
     return made is not None and made.verified
 
 

@@ -61,8 +61,8 @@ def adapted(small):
 @torch.no_grad()
 def searched(model, seen, beside=(), several=False):
     update = update_evidence.UpdateEvidence(model, seen, stream(0, "texts"))
-    proves = None if several else lambda ids: False
-    return update, state_pursuit._Search(model, update, beside, 30, proves)
+    search = state_pursuit._Search(model, update, beside, 30, not several, lambda ids: False)
+    return update, search
 
 
 @torch.no_grad()
