@@ -191,6 +191,8 @@ class StatePursuit(Reader):
         for again in range(1 + _AGAIN):
             before = [text.ids for text in texts]
             for i in range(min(wanted, len(texts) + 1) if again else wanted):
+                if clock.up():
+                    return texts
                 known, others = texts[i : i + 1], [*texts[:i], *texts[i + 1 :]]
                 proves = partial(_proves, model, seen, clock, [text.ids for text in others])
                 by_states = wanted == 1 and not again
@@ -201,7 +203,7 @@ class StatePursuit(Reader):
                     break
                 texts[i : i + 1] = [text]
                 tell(len(texts), wanted, text)
-                if clock.up() or proves(text.ids):
+                if proves(text.ids):
                     return texts
             if [text.ids for text in texts] == before:
                 break
