@@ -116,7 +116,7 @@ class _Effort(NamedTuple):
 
 _BY_STATES = _Effort(behind=40, changes=20, mended=24, layers=12.0)
 _BY_HEAD = _Effort(behind=12, changes=8, mended=96, layers=4.0)
-"""Without, and with, rows of the output layer, which name the next token."""
+"""Without, and with, rows of the output layer that name the next token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +245,9 @@ class _Search:
         """Takes whether states rank prefixes, and what tells whether a text is all that lacks."""
         self._update, self._longest, self._by_states = update, longest, by_states
         self._device, self._proves = model.device, proves
-        self._effort = _BY_STATES if update.head is None else _BY_HEAD
+        # In later steps states are those of other weights, and rows name less.
+        named = update.head is not None and update.one_step
+        self._effort = _BY_HEAD if named else _BY_STATES
         self._first = first_tokens(model)
         (self._end,) = certificate.close(model, ())
         self._known = {token for text in beside for token in text.ids}

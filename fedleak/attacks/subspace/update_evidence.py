@@ -272,10 +272,12 @@ class UpdateEvidence:
         first_layer: What it says of single tokens.
         head: What it says of next tokens; None: the output layer was not trained.
         mixed: What it says of the inputs of each layer.
+        one_step: The client made one step.
     """
 
     def __init__(self, model: LanguageModel, seen: Observation, rng: torch.Generator) -> None:
         gradients, self._model = certificate.as_gradient(seen), model
+        self.one_step = seen.knowledge.local_steps in (None, 1)
         sent = [
             (name, layer)
             for layer in range(model.num_layers)
