@@ -254,7 +254,7 @@ class Head(NamedTuple):
         gradient_VD = gradients.get(next(named, ""))
         if gradient_VD is None or not gradient_VD.any():
             return None
-        whiten_DD, size_D = whitening(_states(model, texts_NT).flatten(0, 1))
+        whiten_DD, size_D = whitening(_states(model, texts_NT[:, :-1]).flatten(0, 1))
         rows_VD = -gradient_VD * size_D if signs else -gradient_VD
         return cls(F.normalize(rows_VD @ whiten_DD), whiten_DD)
 
