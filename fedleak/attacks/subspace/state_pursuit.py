@@ -361,7 +361,7 @@ class _Search:
         pairs = [*begun, *((row, token) for row, tokens in enumerate(tried) for token in tokens)]
         rows_M, tokens_M = torch.tensor([*dict.fromkeys(pairs)], device=self._device).T
         scores_M = self._scores(_longer(beam, rows_M, tokens_M), clock)
-        count = max(width // _COST, _EARLY // (length + 1) ** 2)
+        count = max(width // _COST, _EARLY // (length + 1) ** 2, 1)
         ranks = (scores_M, scores_M + _TABLE * table_NV[rows_M, tokens_M])
         best_N = sorted({*range(len(begun)), *_best_of(ranks, -(-count // 2))})
         return rows_M[best_N], tokens_M[best_N], scores_M[best_N]

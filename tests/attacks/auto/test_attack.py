@@ -110,6 +110,18 @@ def test_states_are_pursued_where_no_gradient_of_a_whole_weight_is_seen(small, o
     assert suited == [False, False, True, True, True]
 
 
+def test_after_adam_a_decoders_states_are_pursued_first(small, observe, notes_and_plants):
+    model = small("llama", CAUSAL_LM)
+    notes, planted = notes_and_plants
+    planted |= dict.fromkeys(("dager", "keyspan", "state_pursuit", "lamp"), NOTHING)
+    plain = observe(model, 1).seen
+    adam = replace(plain, knowledge=replace(plain.knowledge, recipe=Recipe(optimiser="adam")))
+    for seen in (plain, adam):
+        ask(Auto(), seen, model)
+    kinds = [attack.kind for attack, _, _ in notes]
+    assert kinds == ["dager", "keyspan", "lamp", "state_pursuit", "dager", "keyspan", "lamp"]
+
+
 @pytest.mark.parametrize(
     ("factor", "remark"), [(0.3, "a clipped one: it is 0.3 times"), (2, "a sum over 2, not a mean")]
 )

@@ -416,6 +416,63 @@ def test_a_text_that_is_known_is_given_up_for_a_better_one_alone(small, observe)
 
 
 @torch.no_grad()
+def test_what_begins_a_known_text_stays_in_the_beam(small, observe, monkeypatch):
+    monkeypatch.setattr(state_pursuit, "_EARLY", 1)
+    model = small("llama", CAUSAL_LM, layers=3, width=48)
+    _, other = map(tuple, model.encode(["she told us that", "nobody knows it all"]))
+    with torch.enable_grad():
+        seen = observe(model, ["she told us that"]).seen
+    _, search = searched(model, seen, several=True)
+    beams, grown = [], state_pursuit._Search._grown
+
+    def noted(search, beam, *kept):
+        beams.append(grown(search, beam, *kept))
+        return beams[-1]
+
+    monkeypatch.setattr(state_pursuit._Search, "_grown", noted)
+    kept = []
+    for known in ((), (other,)):
+        beams.clear()
+        search.best(1, Clock(None), *known)
+        kept.append([other[: len(beam.ids[0])] in beam.ids for beam in beams[1:-1]][: len(other)])
+    assert not any(kept[0])
+    assert all(kept[1][: len(other) - 3])
+    assert all(len({*beam.ids}) == len(beam.ids) for beam in beams)
+
+
+@pytest.mark.parametrize("proof", [True, False])
+def test_texts_of_a_batch_are_sought_again_until_there_is_a_proof(
+    small, observe, monkeypatch, proof
+):
+    model = small("llama", CAUSAL_LM, layers=3, width=48)
+    own = [tuple(ids) for ids in model.encode(["she told us that", "nobody knows it all"])]
+    seen = observe(model, ["she told us that", "nobody knows it all"]).seen
+    if not proof:
+        monkeypatch.setattr(state_pursuit, "_proves", lambda *given: False)
+    searches, best = [], state_pursuit._Search.best
+
+    def noted(search, width, clock, *known):
+        searches.append(known)
+        return best(search, width, clock, *known)
+
+    monkeypatch.setattr(state_pursuit._Search, "best", noted)
+    answer = StatePursuit(width=6)(seen, model, rng=stream(0, "a"))
+    assert {*answer.sequences} == {*own}
+    assert searches[:2] == [(), ()]
+    # Without a proof each is sought once more, beside itself, and nothing changes.
+    assert [{*known} <= {*own} and len(known) for known in searches[2:]] == [] if proof else [1, 1]
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_few_tokens_are_tried_where_the_output_layer_was_trained_in_one_step(small, steps):
+    model = small("llama", CAUSAL_LM)
+    own = [tuple(ids) for ids in model.encode(["she told us that", "nobody knows it all"])]
+    _, search = searched(model, sent(model, own, batch_size=2 // steps))
+    named = search._effort == state_pursuit._BY_HEAD
+    assert named == (steps == 1)
+
+
+@torch.no_grad()
 def test_beside_another_text_a_text_explains_what_is_left(adapted):
     texts = [tuple(ids) for ids in adapted.encode(["she told us that", "nobody knows it all"])]
     seen = sent(adapted, texts)
