@@ -199,12 +199,13 @@ class StatePursuit(Reader):
                 search = _Search(model, update, others, longest, by_states, proves)
                 begun = search.best(self.width, clock, *(text.ids for text in known))
                 text = search.mended(begun, clock)
-                if text.excess >= 0:  # It explains no more than chance does.
+                if text.excess < 0:  # It explains more than chance does.
+                    texts[i : i + 1] = [text]
+                    tell(len(texts), wanted, text)
+                    if proves(text.ids):
+                        return texts
+                elif i == len(texts):
                     break
-                texts[i : i + 1] = [text]
-                tell(len(texts), wanted, text)
-                if proves(text.ids):
-                    return texts
             if [text.ids for text in texts] == before:
                 break
         return texts
