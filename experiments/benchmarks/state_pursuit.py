@@ -3,8 +3,8 @@
     python experiments/benchmarks/state_pursuit.py --model FOLDER --texts FILE [--rank 8 | --full]
 
 FILE has a text on each line. Adapters, or with `--full` all weights, are first trained on other
-texts, as in earlier rounds.
-Beside the tokens that are read stand those that the answer to another client's update has of them.
+texts, as in earlier rounds. Beside the tokens that are read stand those that the answer to another
+client's update has of them.
 """
 
 import argparse
@@ -43,8 +43,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--texts", required=True, type=Path)
-    parser.add_argument("--rank", type=int, default=8)
-    parser.add_argument("--full", action="store_true")
+    trained = parser.add_mutually_exclusive_group()
+    trained.add_argument("--rank", type=int, default=8)
+    trained.add_argument("--full", action="store_true")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--clients", type=int, default=10)

@@ -28,7 +28,7 @@ T tokens, L layers, K known tokens.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import chain, groupby
 from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
 
@@ -61,7 +61,7 @@ _BEGINNINGS, _WIDE = 48, 256
 are short."""
 
 _TRIED = 1536
-"""Next tokens that are tried behind all prefixes of a single text, at least: where few are kept,
+"""Next tokens that are tried behind all prefixes, at least, where states rank: where few are kept,
 more are tried behind those that most speaks for."""
 
 _DEPTH, _DEEP = 8, 384
@@ -80,8 +80,8 @@ _TABLE = 0.1
 """Weight of the nats of the first layer beside log probabilities and scores."""
 
 _EARLY, _COST = 192, 3
-"""Of a batch: prefixes that are kept, times the square of their number of tokens, while they are
-short; times as many are kept of a single text, whose prefixes need no gradient."""
+"""Where scores rank: prefixes that are kept, times the square of their number of tokens, while they
+are short; times as many are kept where states rank, which need no gradient."""
 
 _STALE, _BEGUN = 6, 8
 """Tokens by which the beam grows without a better text before the search ends; tokens from which on
@@ -103,7 +103,7 @@ class _Effort(NamedTuple):
     Attributes:
         behind: Next tokens behind each prefix.
         changes: Tokens at each place of a text that is mended.
-        mended: Changes of a single text whose gradients are computed.
+        mended: Changes of a text whose gradients are computed, where states choose them.
         layers: Weight, beside log probabilities, of the logarithm of the nats that a token explains
             in a layer, a mean over layers.
     """
@@ -194,7 +194,7 @@ class StatePursuit(Reader):
                 if clock.up():
                     return texts
                 known, others = texts[i : i + 1], [*texts[:i], *texts[i + 1 :]]
-                proves = partial(_proves, model, seen, clock, [text.ids for text in others])
+                proves = cache(partial(_proves, model, seen, clock, [text.ids for text in others]))
                 by_states = wanted == 1 and not again
                 search = _Search(model, update, others, longest, by_states, proves)
                 begun = search.best(self.width, clock, *(text.ids for text in known))
