@@ -43,6 +43,7 @@ def test_every_attack_is_in_it_and_those_of_the_file_are_marked():
         "decepticons",
         "imprint",
         "state_pursuit",
+        "step_peeling",
     }
 
 

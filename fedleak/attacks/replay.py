@@ -338,17 +338,23 @@ def arrangements(
 ) -> Iterator[Arrangement]:
     """Yields an arrangement for each number of passes, and of texts per step, that steps admit."""
     known, count = seen.knowledge, len(closed)
-    steps = known.local_steps or 1
-    passes = [known.local_epochs] if known.local_epochs else range(1, steps + 1)
-    sizes = [known.batch_size] if known.batch_size else range(1, count + 1)
     labels = [0] * count
     if known.labels is not None:  # they belong to the longest text first
         longest = sorted(range(count), key=lambda i: len(closed[i]), reverse=True)
         for place, label in zip(longest, known.labels, strict=True):
             labels[place] = label
+    for passes, size in passes_and_sizes(seen, count):
+        yield Arrangement((tuple(range(count)),) * passes, tuple(labels), size)
+
+
+def passes_and_sizes(seen: Observation, count: int) -> Iterator[tuple[int, int]]:
+    """Yields the numbers of passes over so many texts, and of texts in a step, that steps admit."""
+    known, steps = seen.knowledge, seen.knowledge.local_steps or 1
+    passes = [known.local_epochs] if known.local_epochs else range(1, steps + 1)
+    sizes = [known.batch_size] if known.batch_size else range(1, count + 1)
     for epochs, size in itertools.product(passes, sizes):
         if epochs * -(-count // size) == steps:
-            yield Arrangement((tuple(range(count)),) * epochs, tuple(labels), size)
+            yield epochs, size
 
 
 def _searched(

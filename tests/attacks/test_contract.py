@@ -15,6 +15,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
@@ -395,6 +396,7 @@ class Easy:
         settings: Hyper-parameters; the rest are the attack's defaults.
         server_mode: What a malicious server does to the model first; None: it is honest.
         lora: Adapters that are trained; None: the model is.
+        of_step: Texts of a local step of a client; None: it sends one gradient.
     """
 
     family: str = "bert"
@@ -406,6 +408,7 @@ class Easy:
     settings: Mapping[str, Any] = field(default_factory=dict)
     server_mode: str | None = None
     lora: Lora | None = None
+    of_step: int | None = None
 
 
 EASY = {
@@ -422,6 +425,7 @@ EASY = {
     "state_pursuit": Easy(
         "llama", CAUSAL_LM, width=48, texts=("she told us that",), settings={"longest": 9}
     ),
+    "step_peeling": Easy("llama", CAUSAL_LM, width=48, of_step=1),
     "imprint": Easy(width=48, server_mode="imprint"),
     "decepticons": Easy(width=48, server_mode="decepticons"),
     # Four heads look at four tokens.
@@ -474,9 +478,10 @@ def check_that_it_finds(attack, easy, small, observe):
         mode, public = server_modes.kinds()[easy.server_mode](), observe(model, 1).candidates.public
         changes = mode.broadcast(model, targeted=True, public=public, rng=stream(0, "server"))
         load_parameters_(model, {**model.parameters(), **changes})
-    truth = observe(model, easy.texts, granted=easy.granted, server_mode=easy.server_mode)
-    unread = ["he pays for all of his", "my old friends"]
-    others = observe(model, unread, [2, 2], server_mode=easy.server_mode)
+    kind = UpdateKind.GRADIENT if easy.of_step is None else UpdateKind.DELTA
+    sent = partial(observe, server_mode=easy.server_mode, kind=kind, batch_size=easy.of_step)
+    truth = sent(model, easy.texts, granted=easy.granted)
+    others = sent(model, ["he pays for all of his", "my old friends"], [2, 2])
     obstacle = attack.obstacle(AttackSetting.of(truth.seen, model))
     assert obstacle is None, f"cannot work in its easy setting, name one in EASY: {obstacle}"
 

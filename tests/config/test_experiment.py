@@ -147,7 +147,7 @@ BAD = [
         [
             "attack[0].kind is missing",
             "dager, decepticons, dlg, imprint, keyspan, lamp, maximum_likelihood, membership, "
-            "position_marginals, probes, query_gradients, state_pursuit, tag",
+            "position_marginals, probes, query_gradients, state_pursuit, step_peeling, tag",
         ],
     ),
     ({"attack": "dager"}, ["attack = 'dager'", "list"]),

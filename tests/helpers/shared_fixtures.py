@@ -208,6 +208,7 @@ def observe() -> Callable[..., SimpleNamespace]:
         learning_rate: float = 0.1,
         server_mode: str | None = None,
         recipe: Recipe | None = None,
+        batch_size: int | None = None,
     ) -> SimpleNamespace:
         chosen = TEXTS[:texts_or_count] if isinstance(texts_or_count, int) else texts_or_count
         cut = max_length or 10**6
@@ -220,7 +221,7 @@ def observe() -> Callable[..., SimpleNamespace]:
         before = {name: value.clone() for name, value in model.parameters().items()}
         how = LocalTraining(
             kind=kind,
-            batch_size=len(sequences),
+            batch_size=batch_size or len(sequences),
             epochs=1,
             learning_rate=learning_rate,
             dropout=dropout,
@@ -241,13 +242,13 @@ def observe() -> Callable[..., SimpleNamespace]:
             "candidates": Candidates(
                 tuple(example for example, _ in membership_pairs), tuple(public)
             ),
-            "batch_size": len(sequences),
+            "batch_size": how.batch_size,
             "labels": tuple(labels),
             "lengths": tuple(map(len, sequences)),
         }
         knowledge = Knowledge(
             learning_rate=learning_rate,
-            local_steps=1,
+            local_steps=how.steps(len(sequences)),
             dropout=dropout,
             server_mode=server_mode,
             recipe=recipe,

@@ -34,13 +34,21 @@ from fedleak.attacks.subspace.answer import Reading
 from fedleak.attacks.subspace.dager import Dager
 from fedleak.attacks.subspace.keyspan import Keyspan
 from fedleak.attacks.subspace.state_pursuit import StatePursuit
+from fedleak.attacks.subspace.step_peeling import StepPeeling
 from fedleak.models import LanguageModel, absolute
 from fedleak.models import prior as priors
 from fedleak.models.family import lora_a
 from fedleak.training.observation import Observation
 
 Single = (
-    PositionMarginals | MaximumLikelihood | QueryGradients | Keyspan | Dager | StatePursuit | Lamp
+    PositionMarginals
+    | MaximumLikelihood
+    | Keyspan
+    | QueryGradients
+    | StepPeeling
+    | Dager
+    | StatePursuit
+    | Lamp
 )
 
 ENSEMBLE: tuple[tuple[Single, str], ...] = (
@@ -48,6 +56,7 @@ ENSEMBLE: tuple[tuple[Single, str], ...] = (
     (MaximumLikelihood(), "reads texts under noise, or one in few bits, by their likelihood"),
     (Keyspan(), "reads sentences from the attention of layer 1, and proves them one by one"),
     (QueryGradients(), "reads long texts of a batch, each from the gradient at one word's query"),
+    (StepPeeling(), "reads a decoder's local steps of SGD, one after the other"),
     (Dager(), "reads sequences from the spans of layers 1 and 2"),
     (
         StatePursuit(),
@@ -98,6 +107,7 @@ class Findings:
         answers: The answer of each attack, by its kind.
         whole: The rest of the batch, with repetitions, if the last attack proved or settled it.
         scale: The update over its mean gradient, as far as members determine it.
+        stepped: Sequences of local steps that were made again.
     """
 
     read: dict[Ids, str] = field(default_factory=dict)
@@ -106,6 +116,7 @@ class Findings:
     answers: dict[str, Reconstruction] = field(default_factory=dict)
     whole: tuple[Ids, ...] = ()
     scale: float = 1.0
+    stepped: tuple[Ids, ...] = ()
 
     def and_(self, kind: str, reading: Reading) -> "Findings":
         """Returns the findings with what one more attack found."""
@@ -116,6 +127,7 @@ class Findings:
             answers={**self.answers, kind: reading.answer},
             whole=reading.sequences if reading.answer.verified or reading.settled else (),
             scale=self.scale * reading.scale,
+            stepped=(*self.stepped, *reading.stepped),
         )
 
     def clues(self, most: int) -> Clues:
@@ -161,7 +173,7 @@ class Auto(OneByOne):
     """
 
     kind: ClassVar[str] = "auto"
-    version: ClassVar[int] = 23
+    version: ClassVar[int] = 24
     slow: ClassVar[bool] = True
     uses: ClassVar[frozenset[str]] = Lamp.uses | {"noise_scale"}
     seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 120.0
@@ -309,6 +321,9 @@ class _Attempt:
             return single or not self._seen.knowledge.adds_up
         if isinstance(attack, QueryGradients):
             return not single  # the closed form reads one text, and proves it
+        if isinstance(attack, StepPeeling):
+            several = (self._seen.knowledge.local_steps or 1) > 1 and self.rest is self._seen
+            return several and self._seen.knowledge.adds_up
         if isinstance(attack, StatePursuit):
             # A gradient of whole matrices has a span, with dropout, too, which tells more.
             adapted = any(name.endswith(_ADAPTER) for name in self._seen.update.tensors)
@@ -444,10 +459,11 @@ class _Attempt:
         repeats = occurrences(self._model, findings.members, size)
         members = zip(findings.members, repeats, strict=True)
         proved = tuple(member.ids for member, n in members for _ in range(n))
-        certain = {*proved, *findings.whole}
+        certain = {*proved, *findings.whole, *findings.stepped}
         likely, diagnostics = self._likely(choice)
         recovered = (answer.status == Status.RECOVERED for answer in findings.answers.values())
-        batch = (*proved, *findings.whole, *choice.evidence)
+        others = (ids for ids in choice.evidence if ids not in findings.stepped)
+        batch = (*proved, *findings.whole, *findings.stepped, *others)
         if not batch or not (certain or likely or any(recovered)):
             reasons = "; ".join(
                 f"{kind}: {answer.reason}" for kind, answer in findings.answers.items()

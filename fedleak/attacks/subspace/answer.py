@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedleak.attacks import OneByOne, Progress, Show
+from fedleak.attacks import AttackSetting, OneByOne, Progress, Show
 from fedleak.attacks.certificate import NOTHING_PROVED, Member, Verdict
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.reconstruction import Ids, Reconstruction, Status, tokens_of
-from fedleak.attacks.subspace.span import LayerSpans, margin
-from fedleak.models import LanguageModel
-from fedleak.models.family import FirstBlock
+from fedleak.attacks.subspace.span import ACCEPT, LayerSpans, margin
+from fedleak.models import CLASSIFICATION, LanguageModel
+from fedleak.models.family import FirstBlock, with_adapters
 from fedleak.training.observation import Observation
 
 
@@ -42,6 +42,7 @@ class Reading(NamedTuple):
         members: Sequences that are proved one by one, even if the whole batch is not.
         tokens: Tokens that are, as it finds, the only ones in the batch.
         scale: The update over the mean gradient of its batch, as far as members determine it.
+        stepped: Sequences of local steps that were made again, and taken out of the update.
         settled: No other attack need run. The answer is the whole batch by what the update adds up
             to, or leaves nothing of the update but noise, or other attacks read no more.
     """
@@ -51,6 +52,7 @@ class Reading(NamedTuple):
     members: tuple[Member, ...] = ()
     tokens: tuple[int, ...] = ()
     scale: float = 1.0
+    stepped: tuple[Ids, ...] = ()
     settled: bool = False
 
     @classmethod
@@ -109,6 +111,7 @@ class SpanSearch(NamedTuple):
         rng: For sketches, starts and kicks.
         clock: Shared by all positions and lengths.
         tell: Called with the number of positions or lengths done, and the nearest sentence.
+        accept: Largest excess of an input.
     """
 
     slots: list[Tensor]
@@ -118,6 +121,26 @@ class SpanSearch(NamedTuple):
     rng: torch.Generator
     clock: Clock
     tell: OnJudged
+    accept: float = ACCEPT
+
+
+def lacks_two_layers(setting: AttackSetting) -> str | None:
+    """Returns why a setting does not give the spans of the first two layers, or None."""
+    # In a classifier's last layer only the pooled token's query counts: its span is too small.
+    needed = 3 if setting.task == CLASSIFICATION else 2
+    if setting.num_layers < needed:
+        return (
+            f"needs {needed} layers for task = {setting.task!r}, and the model has "
+            f"{setting.num_layers}: choose another model.name"
+        )
+    for layer in (0, 1):
+        names = setting.family.attention_parameters(layer)
+        if not setting.shared & with_adapters(names):
+            return (
+                f"needs one of {', '.join(names)}, or adapters of one, and clients send none: "
+                "see update.share and model.lora.targets"
+            )
+    return None
 
 
 def by_excess(sequence: Judged) -> float:

@@ -56,7 +56,7 @@ def search_sentences(search: SpanSearch, end: int, effort: Effort) -> list[Judge
         end: The token that ends every sentence and stands nowhere else.
         effort: For each length.
     """
-    slots, block, spans, wanted, rng, clock, tell = search
+    slots, block, spans, wanted, rng, clock, tell, _ = search
     of_lengths = [
         [*(ids[ids != end] for ids in slots[:last]), ids_at_end.new_tensor([end])]
         for last, ids_at_end in enumerate(slots)

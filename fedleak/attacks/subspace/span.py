@@ -324,8 +324,15 @@ def _noise(s_R: Tensor, rows: int, columns: int) -> float:
     return float(sigma_R[first])
 
 
+def nearest_in(span: Span, x_ND: Tensor, most: int | None) -> Tensor:
+    """Returns which vectors lie in a span, in rising order: the nearest, at most so many."""
+    excess_N = span.excess(x_ND)
+    inside_N = (excess_N < ACCEPT).nonzero()[:, 0]
+    return inside_N[excess_N[inside_N].argsort()[:most]].sort().values
+
+
 def tokens_in_span(
-    table: TokenTable, span: Span, rng: torch.Generator, clock: Clock
+    table: TokenTable, span: Span, rng: torch.Generator, clock: Clock, most: int | None = None
 ) -> list[Tensor]:
     """Returns for each position the tokens whose attention input lies in the span.
 
@@ -347,7 +354,7 @@ def tokens_in_span(
         sketch_VS = (token_VS + position_PS[position]) / sigma_V[:, None] + shift_S
         nearest = sketch_VS.norm(dim=-1).topk(min(_SHORTLIST, len(token_VD)), largest=False).indices
         x_ND = table(nearest, torch.full_like(nearest, position))
-        tokens.append(nearest[span.excess(x_ND) < ACCEPT].sort().values)
+        tokens.append(nearest[nearest_in(span, x_ND, most)])
         if len(tokens) >= _PATIENCE and not any(len(ids) for ids in tokens[-_PATIENCE:]):
             break
     while tokens and not len(tokens[-1]):

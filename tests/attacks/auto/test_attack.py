@@ -345,6 +345,7 @@ def test_the_plan_names_every_attack_and_why_it_is_out(small, observe):
         ("maximum_likelihood", False),
         ("keyspan", True),
         ("query_gradients", False),
+        ("step_peeling", False),
         ("dager", True),
         ("state_pursuit", True),
         ("lamp", True),

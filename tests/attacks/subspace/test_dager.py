@@ -14,9 +14,10 @@ from fedleak import models
 from fedleak.attacks import AttackSetting, certificate
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.reconstruction import Status
-from fedleak.attacks.subspace import dager, encoder_search
+from fedleak.attacks.subspace import dager, decoder_search, encoder_search
 from fedleak.attacks.subspace.answer import Judged, SpanSearch
-from fedleak.attacks.subspace.dager import Dager, attend_next, extend_prefixes
+from fedleak.attacks.subspace.dager import Dager
+from fedleak.attacks.subspace.decoder_search import attend_next, extend_prefixes, without_runs
 from fedleak.attacks.subspace.encoder_search import (
     Effort,
     Sentences,
@@ -471,7 +472,7 @@ def test_the_scale_of_the_update_changes_nothing(small, observe, family, task, s
 
 def test_a_run_of_one_token_is_that_token_unless_it_begins_another_text(llama_tiny):
     judged = [Judged(ids, 0.0, math.inf) for ids in ((7, 7, 7), (9, 9), (9, 4), (5,), (6, 5))]
-    kept = dager._without_runs(judged, llama_tiny)
+    kept = without_runs(judged, llama_tiny)
     assert [sentence.ids for sentence in kept] == [(9, 4), (6, 5), (7,), (5,)]
 
 
@@ -511,14 +512,14 @@ def test_without_a_first_mark_the_search_ends_and_finds_the_texts(
     unmarked, observe, monkeypatch, task, texts
 ):
     model, steps = unmarked(task), []
-    step = dager.attend_next
+    step = decoder_search.attend_next
 
     def counted(*inputs):
         steps.append(1)
         assert len(steps) < 500, "it goes on and on"
         return step(*inputs)
 
-    monkeypatch.setattr(dager, "attend_next", counted)
+    monkeypatch.setattr(decoder_search, "attend_next", counted)
     truth = observe(model, texts)
     answer = answer_of(model, truth.seen)
     assert_exact(answer, model, truth)
@@ -565,7 +566,7 @@ def test_a_run_that_begins_another_text_is_found_and_not_proved(unmarked, observ
 # --- time -----------------------------------------------------------------------------------
 
 WORK = (
-    (dager, "attend_next"),
+    (decoder_search, "attend_next"),
     (Sentences, "costs_at"),
     (Sentences, "judge"),
     (certificate, "units"),
