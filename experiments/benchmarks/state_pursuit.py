@@ -67,7 +67,7 @@ def main() -> None:
     before: Sequence[tuple[int, ...]] = ()
     for client in range(options.clients):
         own = texts[WARM + client * of_client :][:of_client]
-        seen = _sent(model, own, how)
+        seen = sent(model, own, how)
         begin = time.process_time()
         answer = StatePursuit()(seen, model, rng=stream(options.seed, "attack", client))
         seconds = time.process_time() - begin
@@ -90,7 +90,7 @@ def main() -> None:
     )
 
 
-def _sent(model: LanguageModel, own: Sequence[tuple[int, ...]], how: LocalTraining) -> Observation:
+def sent(model: LanguageModel, own: Sequence[tuple[int, ...]], how: LocalTraining) -> Observation:
     """Returns the update of a client; the model stays as it is."""
     before = {name: value.clone() for name, value in model.parameters().items()}
     update = local_update_(model, own, [0] * len(own), how, seed=3)
@@ -98,7 +98,7 @@ def _sent(model: LanguageModel, own: Sequence[tuple[int, ...]], how: LocalTraini
     known = Knowledge(
         learning_rate=how.learning_rate,
         local_steps=how.steps(len(own)),
-        local_epochs=1,
+        local_epochs=how.epochs,
         dropout=False,
         recipe=how.recipe,
     )
