@@ -23,7 +23,8 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, combinations, islice
-from typing import Annotated, ClassVar, NamedTuple
+from operator import eq
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from pydantic import Field
@@ -41,6 +42,7 @@ from fedleak.attacks.subspace.answer import (
     Reading,
     SpanSearch,
     by_excess,
+    distinct,
     lacks_two_layers,
     recovered,
     telling,
@@ -62,6 +64,9 @@ _FOUND, _CHOICES = 8, 8
 
 _GONE = 1e-3
 """Share of what only their states explain that texts of a step leave, at most: rounding."""
+
+_ALIKE = 0.9
+"""Cosine of the embeddings of words whose states are hardly told apart, at least."""
 
 _ROUNDING = 1e-7
 """Of a float32 update, by its norm."""
@@ -231,19 +236,50 @@ class _Peeling:
             search = SpanSearch(slots, block, spans, 0, self.rng, self.clock, self.tell, accept)
             sentences = without_runs(extend_prefixes(search), self.model)
             found = sorted(sentences, key=by_excess)[: _FOUND * max(sizes)]
-            texts = [self._seen_in(text, gradients) for text in self.clock.paced(found)]
+            kinds = distinct(found, ())
+            texts = [self._seen_in(text, gradients) for text in self.clock.paced(kinds)]
             if len(texts) > min(sizes):
                 texts.sort(key=lambda text: left_by([text], rows_OD))
             for size in sorted(sizes, reverse=True):
                 for batch in self.clock.paced(islice(combinations(texts, size), _CHOICES)):
                     if left_by(batch, rows_OD) < _GONE:
-                        closed = [certificate.close(self.model, text.found.ids) for text in batch]
-                        with torch.enable_grad():
-                            step = gradient(self.model, Batch(closed, [0] * size), self.recipe)
-                        return [text.found for text in batch], step
+                        step = [self._spelled(text.found, found, gradients) for text in batch]
+                        return step, self._gradient(step)
             if self.clock.up():
                 break
         return found[: max(sizes)], None
+
+    def _gradient(self, texts: Sequence[Judged]) -> dict[str, Tensor]:
+        """Returns the gradient of a step on texts."""
+        closed = [certificate.close(self.model, text.ids) for text in texts]
+        with torch.enable_grad():
+            return gradient(self.model, Batch(closed, [0] * len(closed)), self.recipe)
+
+    def _spelled(self, text: Judged, found: Sequence[Judged], rest: Mapping[str, Tensor]) -> Judged:
+        """Returns a text with the words that the output layer names, where states leave them open.
+
+        Words that a model has hardly met have nearly equal embeddings, and so nearly equal states:
+        then several are found at a place. But each word has a row of its own in the output layer,
+        which moves along the state that the word follows.
+        """
+        outer: Any = self.model.module
+        output = outer.get_output_embeddings().weight
+        named = (name for name, value in self.model.trained().items() if value is output)
+        rows_VD = rest.get(next(named, ""))
+        others = [other.ids for other in found if len(other.ids) == len(text.ids)]
+        others = [ids for ids in others if 2 * sum(map(eq, ids, text.ids)) > len(ids)]
+        if rows_VD is None or len(others) == 1:
+            return text
+        ids_1T = torch.tensor([text.ids], device=self.model.device)
+        (hidden_TD,) = outer.base_model(input_ids=ids_1T).last_hidden_state
+        word_VD = F.normalize(self.model.family.token_table(outer).token_VD)
+        spelled = [*text.ids]
+        for place in range(1, len(spelled)):
+            if len({ids[place] for ids in others}) > 1:
+                nearly_V = word_VD @ word_VD[spelled[place]] > _ALIKE
+                named_V = (-rows_VD @ hidden_TD[place - 1]).masked_fill(~nearly_V, -torch.inf)
+                spelled[place] = int(named_V.argmax())
+        return replace(text, ids=tuple(spelled))
 
     def _rows(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """Returns the gradient [O, D] at all matrices of the second attention."""

@@ -229,3 +229,19 @@ def test_texts_of_the_step_leave_nothing_and_others_do(decoder):
     assert left(shorter) > 10 * gone
     # One of five is enough.
     assert left(shorter, *sequences[1:]) > 10 * gone
+
+
+def test_words_with_equal_embeddings_are_told_apart_by_their_targets(decoder):
+    (own,) = decoder.encode([TEXTS[0]])
+    words_VD = decoder.module.get_parameter(decoder.family.word_embedding)
+    twins = range(1000, 1040)
+    with torch.no_grad():
+        words_VD[[*twins]] = words_VD[own[3]].clone()
+    sequences = [(*own[:3], twins[7], *own[4:]), *map(tuple, decoder.encode(TEXTS[1:4]))]
+    before = {name: value.clone() for name, value in decoder.parameters().items()}
+    update = local_update_(decoder, sequences, [0] * 4, PLAIN, seed=3)
+    load_parameters_(decoder, before)
+    known = Knowledge(learning_rate=0.05, local_steps=2, local_epochs=1, dropout=False)
+    seen = Observation(round=1, client=0, update=update, knowledge=known)
+    answer = read(seen, decoder)
+    assert sorted(answer.sequences) == sorted(sequences)
