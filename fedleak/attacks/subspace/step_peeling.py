@@ -68,6 +68,10 @@ _GONE = 1e-3
 _ALIKE = 0.9
 """Cosine of the embeddings of words whose states are hardly told apart, at least."""
 
+_FOLLOWS = 0.1
+"""How far the output layer's row of a word that follows a state points along it, at least, of the
+row that does so most."""
+
 _ROUNDING = 1e-7
 """Of a float32 update, by its norm."""
 
@@ -260,7 +264,7 @@ class _Peeling:
 
         Words that a model has hardly met have nearly equal embeddings, and so nearly equal states:
         then several are found at a place. But each word has a row of its own in the output layer,
-        which moves along the state that the word follows.
+        which moves along the states that the word follows. A word that follows none is replaced.
         """
         outer: Any = self.model.module
         output = outer.get_output_embeddings().weight
@@ -277,8 +281,9 @@ class _Peeling:
         for place in range(1, len(spelled)):
             if len({ids[place] for ids in others}) > 1:
                 nearly_V = word_VD @ word_VD[spelled[place]] > _ALIKE
-                named_V = (-rows_VD @ hidden_TD[place - 1]).masked_fill(~nearly_V, -torch.inf)
-                spelled[place] = int(named_V.argmax())
+                follows_V = (-rows_VD @ hidden_TD[place - 1]).masked_fill(~nearly_V, -torch.inf)
+                if follows_V[spelled[place]] < _FOLLOWS * follows_V.max():
+                    spelled[place] = int(follows_V.argmax())
         return replace(text, ids=tuple(spelled))
 
     def _rows(self, gradients: Mapping[str, Tensor]) -> Tensor:
@@ -341,11 +346,13 @@ def left_by(texts: Sequence[_Text], rows_OD: Tensor) -> float:
 
 
 def alone(rows_OD: Tensor, states_ND: Tensor, noise: float) -> Tensor:
-    """Returns how much of the square of rows each state alone explains [N] (Capon 1969)."""
+    """Returns how much of the square of rows each state alone explains [N].
+
+    It is the least square of the rows along a direction that has the state in it (Capon 1969).
+    """
     square_DD = rows_OD.T @ rows_OD
     square_DD.diagonal().add_(noise**2)
-    root_DD = torch.linalg.cholesky(square_DD)
     states_DN = F.normalize(states_ND.double(), dim=1).T
-    parts_DN = torch.linalg.solve_triangular(root_DD, states_DN, upper=False)
-    share_N: Tensor = 1 / parts_DN.square().sum(0)
+    along_DN = torch.cholesky_solve(states_DN, torch.linalg.cholesky(square_DD))
+    share_N: Tensor = 1 / (states_DN * along_DN).sum(0)
     return share_N

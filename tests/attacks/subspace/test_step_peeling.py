@@ -199,8 +199,8 @@ def test_alone_is_the_least_square_that_a_direction_with_the_state_in_it_has():
         others_D5 = torch.linalg.svd(state_D[None]).Vh[1:].T
         system = torch.cat([rows_OD, 0.1 * torch.eye(6, dtype=torch.float64)])
         free_5 = torch.linalg.lstsq(system @ others_D5, -system @ state_D).solution
-        least = (system @ (state_D + others_D5 @ free_5)).square().sum()
-        torch.testing.assert_close(value, least)
+        best_D = state_D + others_D5 @ free_5
+        torch.testing.assert_close(value, (system @ best_D).square().sum())
 
 
 def test_texts_of_the_step_leave_nothing_and_others_do(decoder):
