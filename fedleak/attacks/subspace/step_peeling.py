@@ -228,10 +228,10 @@ class _Peeling:
 
         The gradient is None if no texts that were found make a step.
         """
-        gradients, found = certificate.as_gradient(rest), list[Judged]()
+        gradients, nearest = certificate.as_gradient(rest), list[Judged]()
         spans = layer_spans(self.model, gradients)
         if spans is None:
-            return found, None
+            return nearest, None
         rows_OD = self._rows(gradients).double()
         for most, accept in _LEVELS:
             slots = first_inputs(self.model, spans.first, self.rng, self.clock, most)
@@ -239,19 +239,19 @@ class _Peeling:
             block = self.model.family.first_block(self.model.module)
             search = SpanSearch(slots, block, spans, 0, self.rng, self.clock, self.tell, accept)
             sentences = without_runs(extend_prefixes(search), self.model)
-            found = sorted(sentences, key=by_excess)[: _FOUND * max(sizes)]
-            kinds = distinct(found, ())
+            nearest = sorted(sentences, key=by_excess)[: _FOUND * max(sizes)]
+            kinds = distinct(nearest, ())
             texts = [self._seen_in(text, gradients) for text in self.clock.paced(kinds)]
             if len(texts) > min(sizes):
                 texts.sort(key=lambda text: left_by([text], rows_OD))
             for size in sorted(sizes, reverse=True):
                 for batch in self.clock.paced(islice(combinations(texts, size), _CHOICES)):
                     if left_by(batch, rows_OD) < _GONE:
-                        step = [self._spelled(text.found, found, gradients) for text in batch]
+                        step = [self._spelled(text.judged, nearest, gradients) for text in batch]
                         return step, self._gradient(step)
             if self.clock.up():
                 break
-        return found[: max(sizes)], None
+        return nearest[: max(sizes)], None
 
     def _gradient(self, texts: Sequence[Judged]) -> dict[str, Tensor]:
         """Returns the gradient of a step on texts."""
@@ -259,8 +259,10 @@ class _Peeling:
         with torch.enable_grad():
             return gradient(self.model, Batch(closed, [0] * len(closed)), self.recipe)
 
-    def _spelled(self, text: Judged, found: Sequence[Judged], rest: Mapping[str, Tensor]) -> Judged:
-        """Returns a text with the words that the output layer names, where states leave them open.
+    def _spelled(
+        self, text: Judged, nearest: Sequence[Judged], rest: Mapping[str, Tensor]
+    ) -> Judged:
+        """Returns a text with words that the output layer names, where states leave them open.
 
         Words that a model has hardly met have nearly equal embeddings, and so nearly equal states:
         then several are found at a place. But each word has a row of its own in the output layer,
@@ -270,7 +272,7 @@ class _Peeling:
         output = outer.get_output_embeddings().weight
         named = (name for name, value in self.model.trained().items() if value is output)
         rows_VD = rest.get(next(named, ""))
-        others = [other.ids for other in found if len(other.ids) == len(text.ids)]
+        others = [other.ids for other in nearest if len(other.ids) == len(text.ids)]
         others = [ids for ids in others if 2 * sum(map(eq, ids, text.ids)) > len(ids)]
         if rows_VD is None or len(others) == 1:
             return text
@@ -305,12 +307,12 @@ class _Text(NamedTuple):
     """A text that was found.
 
     Attributes:
-        found: What was found.
+        judged: What was found.
         states_TD: Inputs of the second attention.
         rows_OD: Its gradient, of a sum over targets, at the matrices that multiply these.
     """
 
-    found: Judged
+    judged: Judged
     states_TD: Tensor
     rows_OD: Tensor
 
