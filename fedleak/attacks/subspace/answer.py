@@ -107,7 +107,8 @@ class SpanSearch(NamedTuple):
         slots: Tokens that may stand at each position.
         block: The first block.
         spans: The checks: `mixed`, where there is one, then `second`.
-        wanted: Sentences in the batch: if noise leaves none in the span, so many are kept.
+        wanted: Sentences in the batch: if noise leaves none in the span, so many are kept. 0: what
+            is not in the span is none.
         rng: For sketches, starts and kicks.
         clock: Shared by all positions and lengths.
         tell: Called with the number of positions or lengths done, and the nearest sentence.

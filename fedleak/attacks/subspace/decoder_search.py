@@ -25,6 +25,9 @@ from fedleak.models import LanguageModel
 _NEAR = ACCEPT**2
 """Largest excess of a token that noise may have pushed out of the span, if no other is inside."""
 
+_PAIRS = 2**19
+"""Prefixes times next tokens, at most: the nearest prefixes are kept."""
+
 
 def first_inputs(
     model: LanguageModel, span: Span, rng: torch.Generator, clock: Clock, most: int | None = None
@@ -69,12 +72,13 @@ def extend_prefixes(search: SpanSearch) -> list[Judged]:
         if position == 0:
             k_BTHK = v_BTHK = k_NHK.new_empty(1, 0, *k_NHK.shape[1:])
         mixed_BND = attend_next(q_NHK, k_NHK, v_NHK, k_BTHK, v_BTHK)
-        first_BN = _mixed_excess(spans.mixed, mixed_BND, null_DS, accept)
+        first_BN = _mixed_excess(spans.mixed, mixed_BND, null_DS, search)
         parent_C, token_C = torch.where(first_BN < accept)
         inputs_CD = block.leave(residual_ND[token_C], mixed_BND[parent_C, token_C])
         excess_C = spans.second.excess(inputs_CD)
         prefixes = _with_rejected(prefixes, first_BN, parent_C, token_C, excess_C, accept)
         kept_C = _kept(spans.second, excess_C, 0 if done else wanted, accept)
+        kept_C = kept_C[: max(1, _PAIRS // max(map(len, slots)))]
         if (excess_C[kept_C] < accept).all():
             grown = set(parent_C[kept_C].tolist())
             done += [prefix for i, prefix in enumerate(prefixes) if prefix.ids and i not in grown]
@@ -162,13 +166,13 @@ def attend_next(
 
 
 def _mixed_excess(
-    span: Span | None, mixed_BND: Tensor, null_DS: Tensor | None, accept: float
+    span: Span | None, mixed_BND: Tensor, null_DS: Tensor | None, search: SpanSearch
 ) -> Tensor:
     """Returns [B, N]: the excess of mixed values in the output matrix's span; 0 without one.
 
     The span holds no more inputs than it has dimensions. So only the nearest by a sketch of the
     null space, where inputs are zero, are tested; the excess of the others is infinite. Where noise
-    leaves none inside, nothing is judged: the excess of all is 0.
+    leaves none inside, nothing is judged: the excess of all is 0, unless none are wanted then.
     """
     shape = mixed_BND.shape[:2]
     if span is None or null_DS is None:
@@ -178,6 +182,6 @@ def _mixed_excess(
     nearest = distance_X.topk(min(4 * span.rank, len(mixed_XD)), largest=False).indices
     excess_X = torch.full_like(distance_X, torch.inf, dtype=torch.float64)
     excess_X[nearest] = span.excess(mixed_XD[nearest])
-    if not span.exact and not (excess_X < accept).any():
+    if search.wanted and not span.exact and not (excess_X < search.accept).any():
         excess_X = torch.zeros_like(excess_X)
     return excess_X.reshape(shape)
