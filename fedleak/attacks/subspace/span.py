@@ -354,7 +354,7 @@ def tokens_in_span(
         sketch_VS = (token_VS + position_PS[position]) / sigma_V[:, None] + shift_S
         nearest = sketch_VS.norm(dim=-1).topk(min(_SHORTLIST, len(token_VD)), largest=False).indices
         x_ND = table(nearest, torch.full_like(nearest, position))
-        tokens.append(nearest[nearest_in(span, x_ND, most)])
+        tokens.append(nearest[nearest_in(span, x_ND, most)].sort().values)
         if len(tokens) >= _PATIENCE and not any(len(ids) for ids in tokens[-_PATIENCE:]):
             break
     while tokens and not len(tokens[-1]):
