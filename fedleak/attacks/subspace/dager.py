@@ -14,8 +14,7 @@ Petrov et al., "DAGER: Exact Gradient Inversion for Large Language Models", Neur
   times the first matrices (`span.ProjectedSpan`).
 - Batch size, lengths and labels are not used.
 
-Shapes: B prefixes, N candidates of the next position, C pairs of both that pass the first check,
-T tokens of a prefix, D hidden size, H heads, K head size, S sketch columns; X: any axes.
+Shapes: N tokens, A pairs of a token and a position.
 """
 
 from dataclasses import dataclass, replace
