@@ -54,6 +54,7 @@ from fedleak.models.family import with_adapters
 from fedleak.training.observation import Observation, UpdateKind
 from fedleak.training.recipe import Recipe, copied_parameters
 from fedleak.training.steps import Batch, gradient, steps_
+from fedleak.util.finite import all_finite
 
 _LEVELS = ((512, 1.0), (512, ACCEPT), (None, ACCEPT))
 """Nearest tokens that are tried, None: all, and the largest excess of a state: by first-order
@@ -168,9 +169,10 @@ class _Peeling:
         before = broadcast
         while self.done < self.steps and not self.clock.up():
             now = self._weights()
-            texts, step = self._read(
-                self._rest(broadcast, before, now), {size[0] for size in sizes}
-            )
+            rest = self._rest(broadcast, before, now)
+            if not all(map(all_finite, rest.update.tensors.values())):  # steps diverge
+                return
+            texts, step = self._read(rest, {size[0] for size in sizes})
             self.texts += texts
             if step is None:
                 return
@@ -350,11 +352,15 @@ def left_by(texts: Sequence[_Text], rows_OD: Tensor) -> float:
 def alone(rows_OD: Tensor, states_ND: Tensor, noise: float) -> Tensor:
     """Returns how much of the square of rows each state alone explains [N].
 
-    It is the least square of the rows along a direction that has the state in it (Capon 1969).
+    It is the least square of the rows along a direction that has the state in it (Capon 1969), and
+    infinite where far larger rows, which were taken out of them, leave only rounding.
     """
     square_DD = rows_OD.T @ rows_OD
     square_DD.diagonal().add_(noise**2)
     states_DN = F.normalize(states_ND.double(), dim=1).T
-    along_DN = torch.cholesky_solve(states_DN, torch.linalg.cholesky(square_DD))
+    root_DD, singular = torch.linalg.cholesky_ex(square_DD)
+    if singular:
+        return states_DN.new_full((states_DN.shape[1],), math.inf)
+    along_DN = torch.cholesky_solve(states_DN, root_DD)
     share_N: Tensor = 1 / (states_DN * along_DN).sum(0)
     return share_N

@@ -245,3 +245,14 @@ def test_words_with_equal_embeddings_are_told_apart_by_their_targets(decoder):
     seen = Observation(round=1, client=0, update=update, knowledge=known)
     answer = read(seen, decoder)
     assert sorted(answer.sequences) == sorted(sequences)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e12])
+def test_a_text_whose_gradient_hides_the_rows_is_no_reason_to_crash(size):
+    rng = torch.Generator().manual_seed(0)
+    rows_OD = torch.randn(9, 12, generator=rng, dtype=torch.float64)
+    own_OD = size * torch.randn(9, 1, generator=rng) @ torch.randn(1, 12, generator=rng)
+    text = step_peeling._Text(
+        Judged((1, 2, 3), 0.0, 1.0), torch.randn(3, 12, generator=rng), own_OD
+    )
+    assert left_by([text], rows_OD) > step_peeling._GONE
