@@ -60,7 +60,7 @@ ENSEMBLE: tuple[tuple[Single, str], ...] = (
     (Dager(), "reads sequences from the spans of layers 1 and 2"),
     (
         StatePursuit(),
-        "reads a decoder's texts from adapters, and from what Adam makes of gradients",
+        "reads a decoder's texts from adapters, from what Adam makes of gradients, and under noise",
     ),
     (Lamp(), "matches the gradient of what is left, beginning with what the others found"),
 )
@@ -173,7 +173,7 @@ class Auto(OneByOne):
     """
 
     kind: ClassVar[str] = "auto"
-    version: ClassVar[int] = 24
+    version: ClassVar[int] = 25
     slow: ClassVar[bool] = True
     uses: ClassVar[frozenset[str]] = Lamp.uses | {"noise_scale"}
     seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 120.0
@@ -325,10 +325,14 @@ class _Attempt:
             several = (self._seen.knowledge.local_steps or 1) > 1 and self.rest is self._seen
             return several and self._seen.knowledge.adds_up
         if isinstance(attack, StatePursuit):
-            # A gradient of whole matrices has a span, with dropout, too, which tells more.
+            # A gradient of whole matrices has a span, with dropout, too, which tells more. Where no
+            # text is proved by it, something blurs it, or the batch fills it. Matching reads
+            # decoders with a table of positions then, and no others.
             adapted = any(name.endswith(_ADAPTER) for name in self._seen.update.tensors)
             undropped = replace(self._seen.knowledge, dropout=False)
-            return adapted or not certificate.is_linear(replace(self._seen, knowledge=undropped))
+            spans = certificate.is_linear(replace(self._seen, knowledge=undropped)) and not adapted
+            rotary = self._model.family.position_embedding is None
+            return not spans or (rotary and self.rest is self._seen)
         if isinstance(attack, MaximumLikelihood):
             # Where there is no noise the others prove what they read.
             known = certificate.is_linear(self._seen)

@@ -22,6 +22,7 @@ from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.attacks.subspace.answer import Reading
 from fedleak.attacks.subspace.state_pursuit import StatePursuit
 from fedleak.defenses.gaussian_noise import GaussianNoise
+from fedleak.defenses.sign import Sign
 from fedleak.models import CAUSAL_LM
 from fedleak.models.lora import Lora, adapt_
 from fedleak.training.observation import UpdateKind
@@ -93,8 +94,11 @@ def test_nobody_is_asked_after_a_proof(small, observe, notes_and_plants, built, 
     assert answer.diagnostics["version"] == Auto.version
 
 
-def test_states_are_pursued_where_no_gradient_of_a_whole_weight_is_seen(small, observe):
-    model = small("llama", CAUSAL_LM)
+@pytest.mark.parametrize(("family", "also_plain"), [("gpt2", False), ("llama", True)])
+def test_states_are_pursued_where_spans_say_nothing_and_matching_too(
+    small, observe, family, also_plain
+):
+    model = small(family, CAUSAL_LM)
     plain = observe(model, 1).seen
     adam = replace(plain, knowledge=replace(plain.knowledge, recipe=Recipe(optimiser="adam")))
     dropped = replace(plain, knowledge=replace(plain.knowledge, dropout=True))
@@ -107,7 +111,17 @@ def test_states_are_pursued_where_no_gradient_of_a_whole_weight_is_seen(small, o
         )
         for seen in (plain, dropped, steps, adam, adapted)
     ]
-    assert suited == [False, False, True, True, True]
+    assert suited == [also_plain, also_plain, True, True, True]
+
+
+@pytest.mark.parametrize("defense", [GaussianNoise(relative=1.0), Sign()])
+def test_noise_and_signs_hide_no_text_of_a_rotary_decoder(small, observe, defense):
+    model = small("llama", CAUSAL_LM)
+    truth = observe(model, TEXTS[:1])
+    blurred = defense(truth.seen.update, rng=stream(0, "defense"))
+    answer = ask(Auto(seconds=20.0), replace(truth.seen, update=blurred), model)
+    assert answer.sequences == tuple(truth.sequences)
+    assert answer.diagnostics["asked"]["state_pursuit"] == "recovered"
 
 
 def test_after_adam_a_decoders_states_are_pursued_first(small, observe, notes_and_plants):
@@ -119,7 +133,8 @@ def test_after_adam_a_decoders_states_are_pursued_first(small, observe, notes_an
     for seen in (plain, adam):
         ask(Auto(), seen, model)
     kinds = [attack.kind for attack, _, _ in notes]
-    assert kinds == ["dager", "keyspan", "lamp", "state_pursuit", "dager", "keyspan", "lamp"]
+    pursued_last = ["dager", "keyspan", "state_pursuit", "lamp"]
+    assert kinds == [*pursued_last, "state_pursuit", "dager", "keyspan", "lamp"]
 
 
 @pytest.mark.parametrize(
