@@ -49,6 +49,7 @@ from fedleak.attacks.subspace.answer import (
 )
 from fedleak.attacks.subspace.decoder_search import extend_prefixes, first_inputs, without_runs
 from fedleak.attacks.subspace.span import ACCEPT, REPEATS, layer_spans
+from fedleak.attacks.subspace.update_evidence import output_rows
 from fedleak.models import CAUSAL_LM, LanguageModel
 from fedleak.models.family import with_adapters
 from fedleak.training.observation import Observation, UpdateKind
@@ -271,9 +272,7 @@ class _Peeling:
         which moves along the states that the word follows. A word that follows none is replaced.
         """
         outer: Any = self.model.module
-        output = outer.get_output_embeddings().weight
-        named = (name for name, value in self.model.trained().items() if value is output)
-        rows_VD = rest.get(next(named, ""))
+        rows_VD = output_rows(self.model, rest)
         others = [other.ids for other in nearest if len(other.ids) == len(text.ids)]
         others = [ids for ids in others if 2 * sum(map(eq, ids, text.ids)) > len(ids)]
         if rows_VD is None or len(others) == 1:

@@ -248,10 +248,7 @@ class Head(NamedTuple):
         signs: bool,
     ) -> "Head | None":
         """Returns the rows of an update; None if it has none."""
-        outer: Any = model.module
-        weight = outer.get_output_embeddings().weight
-        named = (name for name, value in outer.named_parameters() if value is weight)
-        gradient_VD = gradients.get(next(named, ""))
+        gradient_VD = output_rows(model, gradients)
         if gradient_VD is None or not gradient_VD.any():
             return None
         whiten_DD, size_D = whitening(_states(model, texts_NT[:, :-1]).flatten(0, 1))
@@ -405,6 +402,14 @@ class UpdateEvidence:
             square_N = square_N + gradient_NOI.square().sum((1, 2))
         share_N = along_N.clamp_min(0).square() / (square_N * self._square + _SMALL)
         return -self._count / 2 * torch.log1p(-share_N.clamp(max=_ALL))
+
+
+def output_rows(model: LanguageModel, gradients: Mapping[str, Tensor]) -> Tensor | None:
+    """Returns the gradient [V, D] of the output layer; None if it was not sent."""
+    outer: Any = model.module
+    weight = outer.get_output_embeddings().weight
+    named = (name for name, value in outer.named_parameters() if value is weight)
+    return gradients.get(next(named, ""))
 
 
 def _deviations(values_XV: Tensor) -> Tensor:
