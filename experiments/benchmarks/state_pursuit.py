@@ -1,10 +1,12 @@
-"""What `state_pursuit` reads from steps of AdamW on a decoder, and how much of it replay proves.
+"""What `state_pursuit` reads of a decoder's update, and how much of it is proved.
 
-    python experiments/benchmarks/state_pursuit.py --model FOLDER --texts FILE [--rank 8 | --full]
+    python experiments/benchmarks/state_pursuit.py --model FOLDER --texts FILE \
+        [--rank 8 | --full | --defense '{kind = "sign"}']
 
-FILE has a text on each line. Adapters, or with `--full` all weights, are first trained on other
-texts, as in earlier rounds. Beside the tokens that are read stand those that the answer to another
-client's update has of them.
+FILE has a text on each line. Clients make steps of AdamW on adapters, or with `--full` on all
+weights, which are first trained on other texts, as in earlier rounds. With `--defense` they send
+one gradient of all weights, behind that defense. Beside the tokens that are read stand those that
+the answer to another client's update has of them.
 """
 
 import argparse
@@ -16,8 +18,10 @@ from pathlib import Path
 
 import torch
 
-from fedleak.attacks import replay
+from fedleak.attacks import clock, replay
+from fedleak.attacks.auto.attack import Auto
 from fedleak.attacks.subspace.state_pursuit import StatePursuit
+from fedleak.config.loading import with_defense
 from fedleak.models import CAUSAL_LM, LanguageModel, ModelSpec, load_parameters_, loading
 from fedleak.models.lora import Lora
 from fedleak.training.local import local_update_
@@ -46,40 +50,61 @@ def main() -> None:
     trained = parser.add_mutually_exclusive_group()
     trained.add_argument("--rank", type=int, default=8)
     trained.add_argument("--full", action="store_true")
+    trained.add_argument("--defense", help="a table, as in an experiment file")
+    parser.add_argument("--auto", action="store_true", help="asks the attack auto instead")
+    parser.add_argument("--seconds", type=float, help="for one update")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--clients", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    lora = None if options.full else Lora(options.rank, 2 * options.rank)
+    defense = None
+    if options.defense:
+        # The kind is that of the table.
+        (placed,) = with_defense("sign", (f"defense=[{options.defense}]",)).defenses
+        defense = placed.part
+    whole = options.full or defense
+    lora = None if whole else Lora(options.rank, 2 * options.rank)
     model = loading.load(ModelSpec(name=options.model, task=CAUSAL_LM, num_labels=2, lora=lora))
     lines = [line.strip() for line in options.texts.read_text().splitlines()]
     lines = [line for line in lines if 6 <= len(line.split()) <= 24]
     random.Random(options.seed).shuffle(lines)
     of_client = options.batch * options.steps
     texts = [tuple(ids) for ids in model.encode(lines[: WARM + options.clients * of_client])]
-    earlier = replace(EARLIER, learning_rate=2e-5) if options.full else EARLIER
-    local_update_(model, texts[:WARM], [0] * WARM, earlier, seed=1)
     how = replace(EARLIER, batch_size=options.batch, learning_rate=5e-5)
+    if defense is None:
+        earlier = replace(EARLIER, learning_rate=2e-5) if options.full else EARLIER
+        local_update_(model, texts[:WARM], [0] * WARM, earlier, seed=1)
+    else:
+        how = replace(how, kind=UpdateKind.GRADIENT, recipe=Recipe())
+    attack: Auto | StatePursuit = StatePursuit(seconds=options.seconds)
+    if options.auto:
+        attack = Auto(seconds=options.seconds or Auto.seconds)
+    # Seconds are those of the thread, also beside other programs.
+    clock.now = time.process_time
     exact = proved = 0
     own_share = other_share = 0.0
     before: Sequence[tuple[int, ...]] = ()
     for client in range(options.clients):
         own = texts[WARM + client * of_client :][:of_client]
         seen = sent(model, own, how)
+        if defense is not None:
+            blurred = defense(seen.update, rng=stream(options.seed, "defense", client))
+            seen = replace(seen, update=blurred)
         begin = time.process_time()
-        answer = StatePursuit()(seen, model, rng=stream(options.seed, "attack", client))
+        answer = attack(seen, model, rng=stream(options.seed, "attack", client))
         seconds = time.process_time() - begin
         sequences = answer.sequences or ()
-        replayed = replay.replay(model, sequences, seen)
+        replayed = None if answer.verified else replay.replay(model, sequences, seen)
         right = len({*own} & {*sequences})
-        certain = replayed is not None and replayed.verified
+        certain = answer.verified or (replayed is not None and replayed.verified)
         exact, proved = exact + right, proved + certain
         own_share += _share(own, sequences)
         other_share += _share(own, before)
         before = sequences
-        share, verdict = _share(own, sequences), "proved" if certain else "not proved"
+        likely = "likely" if all(answer.diagnostics.get("likely", [False])) else "not proved"
+        share, verdict = _share(own, sequences), "proved" if certain else likely
         line = f"{right} of {len(own)} exact, {100 * share:.0f} % of tokens, {verdict}"
         print(f"{client}: {line}, {seconds:.1f} CPU-s", flush=True)
     clients = options.clients

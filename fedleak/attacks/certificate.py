@@ -728,9 +728,34 @@ def difference(
     for member, times in zip(members, repeats, strict=True):
         for label, count in enumerate(member.counts or (times,)):
             batch += [(close(model, member.ids), label)] * count
-    counts = target_counts(model, [ids for ids, _ in batch])
     observed = as_gradient(seen)
-    parameters = [model.module.get_parameter(name) for name in observed]
+    gradients = mean_gradient(model, batch, [*observed], clock)
+    if gradients is None:
+        return None
+    as_sent = _apart(gradients, [*observed.values()], precision(seen))
+    if as_sent.relative < precision(seen) or not lacks_numbers(observed.values()):
+        return as_sent
+    for own_X, observed_X in zip(gradients, observed.values(), strict=True):
+        own_X.masked_fill_(observed_X == 0, 0)
+    return _apart(gradients, [*observed.values()], precision(seen))
+
+
+def mean_gradient(
+    model: LanguageModel,
+    batch: Sequence[tuple[Ids, int]],
+    names: Sequence[str],
+    clock: Clock = UNLIMITED,
+) -> list[Tensor] | None:
+    """Returns the gradient of a batch's mean loss, by name; None if time is up before it is whole.
+
+    Args:
+        model: At the broadcast weights.
+        batch: Texts as the client trained on them, with labels, which next-token training ignores.
+        names: Of parameters.
+        clock: Looked at after some texts.
+    """
+    counts = target_counts(model, [ids for ids, _ in batch])
+    parameters = [model.module.get_parameter(name) for name in names]
     size = max(1, TOKENS_AT_ONCE // max(len(ids) for ids, _ in batch))
     gradients: list[Tensor] = []
     done = 0
@@ -746,14 +771,7 @@ def difference(
             grads = torch.autograd.grad(loss, parameters, materialize_grads=True)
         gradients = [a.add_(b) for a, b in zip(gradients, grads, strict=False)] or [*grads]
         done += len(some)
-    if done < len(batch):
-        return None
-    as_sent = _apart(gradients, [*observed.values()], precision(seen))
-    if as_sent.relative < precision(seen) or not lacks_numbers(observed.values()):
-        return as_sent
-    for own_X, observed_X in zip(gradients, observed.values(), strict=True):
-        own_X.masked_fill_(observed_X == 0, 0)
-    return _apart(gradients, [*observed.values()], precision(seen))
+    return gradients if done == len(batch) else None
 
 
 def _apart(own: Sequence[Tensor], observed: Sequence[Tensor], enough: float) -> Difference:

@@ -31,6 +31,7 @@ from fedleak.attacks.matching.batch_structure import Clues
 from fedleak.attacks.matching.lamp import Lamp
 from fedleak.attacks.reconstruction import Ids, Reconstruction, Status, tokens_of
 from fedleak.attacks.subspace.answer import Reading
+from fedleak.attacks.subspace.coarseness import EXACT, coarseness
 from fedleak.attacks.subspace.dager import Dager
 from fedleak.attacks.subspace.keyspan import Keyspan
 from fedleak.attacks.subspace.state_pursuit import StatePursuit
@@ -68,7 +69,8 @@ ENSEMBLE: tuple[tuple[Single, str], ...] = (
 
 Of several texts of an encoder `keyspan` goes before `maximum_likelihood`, and `query_gradients`
 before both if a text is longer than a head is wide: neither is cheap there. Of decoders `dager`
-goes before `keyspan`, which is not cheap, and after Adam `state_pursuit` before both.
+goes before `keyspan`, which is not cheap, and `state_pursuit` before both after Adam, and where
+numbers were rounded or left out.
 """
 
 _CHOOSING = 0.5
@@ -173,7 +175,7 @@ class Auto(OneByOne):
     """
 
     kind: ClassVar[str] = "auto"
-    version: ClassVar[int] = 25
+    version: ClassVar[int] = 26
     slow: ClassVar[bool] = True
     uses: ClassVar[frozenset[str]] = Lamp.uses | {"noise_scale"}
     seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 120.0
@@ -245,7 +247,7 @@ class _Attempt:
         if model.family.causal:
             # DAGER reads a decoder's texts of any length, one token after the other, and cheaply.
             late: tuple[type[Single], ...] = (Keyspan, StatePursuit, Lamp)
-            if not seen.knowledge.adds_up:  # Signs have no span.
+            if self._has_no_span():
                 late = (Dager, Keyspan, Lamp)
             able.sort(key=lambda attack: isinstance(attack, late) and 1 + late.index(type(attack)))
         elif seen.update.num_examples > 1 and seen.knowledge.adds_up:
@@ -339,6 +341,13 @@ class _Attempt:
             few = self._seen.update.num_examples <= MOST_TEXTS
             return few and known and is_blurred(self._seen, self._model)
         return True
+
+    def _has_no_span(self) -> bool:
+        """Whether rows are not mixes of hidden states: signs, or rounded or missing numbers."""
+        seen, layers = self._seen, self._model.family.layers
+        of_layers = [name for name in seen.update.tensors if name.startswith(layers)]
+        whole = not of_layers or coarseness(seen, of_layers) is EXACT
+        return not (seen.knowledge.adds_up and whole)
 
     def _is_long(self) -> bool:
         """Whether a text is longer than a head is wide, as far as rows of positions show."""

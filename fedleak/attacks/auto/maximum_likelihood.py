@@ -59,7 +59,6 @@ from torch import Tensor
 
 from fedleak.attacks import AttackSetting, Progress, Show, certificate
 from fedleak.attacks.analytic.facts import above_noise, label_counts
-from fedleak.attacks.auto.coarseness import EXACT, Coarseness, coarseness
 from fedleak.attacks.auto.evidence import gradients_of
 from fedleak.attacks.auto.joint_likelihood import (
     AT_ONCE,
@@ -77,6 +76,7 @@ from fedleak.attacks.matching.factored_gradients import BatchGradients
 from fedleak.attacks.matching.gradient_distance import Gradient
 from fedleak.attacks.reconstruction import Ids
 from fedleak.attacks.subspace.answer import Reader, Reading, answer_of
+from fedleak.attacks.subspace.coarseness import EXACT, Coarseness, coarseness
 from fedleak.attacks.subspace.pooled_span import SIGMAS, PooledSpan
 from fedleak.models import CLASSIFICATION, LanguageModel, absolute
 from fedleak.models import prior as priors

@@ -15,11 +15,12 @@ in orthogonal matching pursuit (Pati et al. 1993), by what their states explain 
 - **Mending.** Single changes anywhere in a text, as long as one scores more: a token less, more or
   another one, or some in another place. Those are scored whose states explain most.
 - **Proof.** A text that scores more than those before is proved, or not, by its gradient or by the
-  client's steps on it (`replay`). The search ends at a proof. Until then each text is sought twice
-  more, with the best one so far in the beam, and prefixes are ranked, and changes chosen, by their
-  scores alone.
-- **Batches.** Each text is sought, and mended, beside the texts that were found. States of words of
-  other texts explain as much, so scores alone rank at once.
+  client's steps on it (`replay`). The search ends at a proof, or where nothing but noise or
+  rounding is left (`goodness_of_fit`). Until then each text is sought twice more, with the best one
+  so far in the beam, and prefixes are ranked, and changes chosen, by their scores alone.
+- **Batches.** Each text is sought, and mended, beside the texts that were found. The gradient of
+  these is taken out of a gradient of several; else states of their words explain as much, so scores
+  alone rank at once.
 
 Shapes: N texts or prefixes, M of them that are tried, J next tokens, V vocabulary, D hidden size,
 T tokens, L layers, K known tokens.
@@ -41,6 +42,7 @@ from fedleak.attacks import AttackSetting, Show, certificate, replay
 from fedleak.attacks.clock import UNLIMITED, Clock
 from fedleak.attacks.reconstruction import Ids
 from fedleak.attacks.subspace.answer import Judged, Reader, Reading, ranked, recovered, telling
+from fedleak.attacks.subspace.goodness_of_fit import leaves_only_blur
 from fedleak.attacks.subspace.update_evidence import (
     NEVER,
     LayerInputs,
@@ -56,13 +58,8 @@ from fedleak.training.observation import Observation
 if TYPE_CHECKING:
     from transformers import DynamicCache
 
-_BEGINNINGS, _WIDE = 48, 256
-"""First tokens, where none begins all texts; prefixes that are kept, times their tokens, while they
-are short."""
-
-_TRIED = 1536
-"""Next tokens that are tried behind all prefixes, at least, where states rank: where few are kept,
-more are tried behind those that most speaks for."""
+_BEGINNINGS = 48
+"""First tokens, where none begins all texts."""
 
 _DEPTH, _DEEP = 8, 384
 """Layers whose inputs all tokens that are tried are compared in; tokens whose inputs are compared
@@ -96,27 +93,36 @@ _AGAIN = 2
 _AT_ONCE = 512
 """Tokens that go through the model together."""
 
+_ONLY_BLUR = "nothing proved: they leave only noise or rounding, and with any nearest word more"
+
 
 class _Effort(NamedTuple):
     """How much is tried, and what counts.
 
     Attributes:
+        wide: Prefixes that are kept where states rank, times their tokens, while they are short.
         behind: Next tokens behind each prefix.
+        tried: Next tokens behind all of them, at least, where states rank: where few are kept, more
+            are tried behind those that most speaks for.
         changes: Tokens at each place of a text that is mended.
         mended: Changes of a text whose gradients are computed, where states choose them.
         layers: Weight, beside log probabilities, of the logarithm of the nats that a token explains
             in a layer, a mean over layers.
     """
 
+    wide: int
     behind: int
+    tried: int
     changes: int
     mended: int
     layers: float
 
 
-_BY_STATES = _Effort(behind=40, changes=20, mended=24, layers=12.0)
-_BY_HEAD = _Effort(behind=12, changes=8, mended=96, layers=4.0)
-"""Without, and with, rows of the output layer that name the next token."""
+_BY_STATES = _Effort(wide=256, behind=40, tried=1536, changes=20, mended=24, layers=12.0)
+_BY_HEAD = _BY_STATES._replace(behind=12, changes=8, mended=96, layers=4.0)
+_BY_ROWS = _BY_HEAD._replace(wide=64, tried=256)
+"""Without, and with, rows of the output layer that name the next token, and also with rows of the
+word embedding that tell which tokens are in no text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +136,7 @@ class StatePursuit(Reader):
     """
 
     kind: ClassVar[str] = "state_pursuit"
-    version: ClassVar[int] = 6
+    version: ClassVar[int] = 7
     slow: ClassVar[bool] = True
     uses: ClassVar[frozenset[str]] = frozenset()
     width: Annotated[int, Field(ge=1)] = 12
@@ -161,7 +167,9 @@ class StatePursuit(Reader):
         update = UpdateEvidence(model, seen, rng)
         if not update.layers:
             return Reading.none("nothing read: the attention weights did not change")
-        texts = self._texts(seen, model, update, clock, tell)
+        fits = cache(partial(leaves_only_blur, model, seen, clock))
+        ends = partial(_ends, model, seen, clock, fits)
+        texts = self._texts(seen, model, update, clock, tell, ends)
         wanted, later = seen.update.num_examples, _later(seen)
         if not texts:
             reason = f"nothing read: no text explains more of the update than chance does{later}"
@@ -169,13 +177,16 @@ class StatePursuit(Reader):
         opened = [replace(text, ids=certificate.opened(model, text.ids)) for text in texts]
         verdict = certificate.judge(model, [text.ids for text in opened], seen, clock)
         best = ranked(opened, verdict, wanted)
+        settled = not verdict.verified and fits(tuple(sorted(text.ids for text in texts)))
+        likely = {"likely": [True] * len(best)} if settled else {}
+        reason = _ONLY_BLUR if settled else f"nothing proved: these texts explain most{later}"
         answer = recovered(
             [replace(text, ids=certificate.close(model, text.ids)) for text in best],
             verdict,
-            diagnostics={"nats": [-text.excess for text in texts]} | clock.late(),
-            reason="" if verdict.verified else f"nothing proved: these texts explain most{later}",
+            diagnostics={"nats": [-text.excess for text in texts]} | likely | clock.late(),
+            reason="" if verdict.verified else reason,
         )
-        return Reading(answer, tuple(text.ids for text in best))
+        return Reading(answer, tuple(text.ids for text in best), settled=settled)
 
     def _texts(
         self,
@@ -184,25 +195,34 @@ class StatePursuit(Reader):
         update: UpdateEvidence,
         clock: Clock,
         tell: Callable[[int, int, Judged], None],
+        ends: Callable[[Sequence[Ids], Ids], bool],
     ) -> list[Judged]:
-        """Returns the texts, closed, after so many searches of each as there may be."""
+        """Returns the texts, closed, after so many searches of each as there may be.
+
+        `ends` tells whether the others and one more text are the whole batch.
+        """
         longest, wanted = min(self.longest, model.max_length), seen.update.num_examples
         texts: list[Judged] = []
+        # The gradient of other texts is then taken out, as of one text.
+        linear = certificate.is_linear(seen)
         for again in range(1 + _AGAIN):
             before = [text.ids for text in texts]
             for i in range(min(wanted, len(texts) + 1) if again else wanted):
                 if clock.up():
                     return texts
                 known, others = texts[i : i + 1], [*texts[:i], *texts[i + 1 :]]
-                proves = cache(partial(_proves, model, seen, clock, [text.ids for text in others]))
-                by_states = wanted == 1 and not again
-                search = _Search(model, update, others, longest, by_states, proves)
+                whole = cache(partial(ends, [text.ids for text in others]))
+                by_states = (wanted == 1 or linear) and not again
+                evidence, beside = update, others
+                if linear and others:
+                    evidence, beside = update.without([text.ids for text in others]), []
+                search = _Search(model, evidence, beside, longest, by_states, whole)
                 begun = search.best(self.width, clock, *(text.ids for text in known))
                 text = search.mended(begun, clock)
                 if text.excess < 0:  # It explains more than chance does.
                     texts[i : i + 1] = [text]
                     tell(len(texts), wanted, text)
-                    if proves(text.ids):
+                    if whole(text.ids):
                         return texts
                 elif i == len(texts):
                     break
@@ -241,14 +261,15 @@ class _Search:
         beside: Sequence[Judged],
         longest: int,
         by_states: bool,
-        proves: Callable[[Ids], bool],
+        ends: Callable[[Ids], bool],
     ) -> None:
-        """Takes whether states rank prefixes, and what tells whether a text is all that lacks."""
+        """Takes whether states rank prefixes, and what tells that no other text lacks."""
         self._update, self._longest, self._by_states = update, longest, by_states
-        self._device, self._proves = model.device, proves
+        self._device, self._ends = model.device, ends
         # In later steps states are those of other weights, and rows name less.
         named = update.head is not None and update.one_step
-        self._effort = _BY_HEAD if named else _BY_STATES
+        rows_tell = update.absent_V is not None and bool(update.absent_V.any())
+        self._effort = (_BY_ROWS if rows_tell else _BY_HEAD) if named else _BY_STATES
         self._first = first_tokens(model)
         (self._end,) = certificate.close(model, ())
         self._known = {token for text in beside for token in text.ids}
@@ -268,7 +289,7 @@ class _Search:
             scores_N = self._scores(closed, clock)
             ended |= zip(closed, scores_N.tolist(), strict=True)
             best = max(closed, key=ended.__getitem__)
-            if ended[best] > most and self._proves(best):
+            if ended[best] > most and self._ends(best):
                 return best
             stale, most = (0, ended[best]) if ended[best] > most else (stale + 1, most)
             given_up = stale >= _STALE and (most > 0 or len(closed[0]) > _BEGUN)
@@ -330,10 +351,10 @@ class _Search:
         vocabulary = tried_NV.shape[1]
         behind_NJ = _tried(hints_NV, table_NV, self._effort.behind)
         tried_N = tried_NV.scatter_(1, behind_NJ, math.inf).flatten()
-        tried = max(_TRIED, behind_NJ.numel())
+        tried = max(self._effort.tried, behind_NJ.numel())
         pairs_M = tried_N.topk(min(tried, len(tried_N))).indices
         layers = self._update.mixed
-        kept = max(width, _WIDE // (len(beam.ids[0]) + 1))
+        kept = max(width, self._effort.wide // (len(beam.ids[0]) + 1))
         for some, count in ((layers[:_DEPTH], _DEEP), (layers, kept)):
             rows_M, tokens_M = pairs_M // vocabulary, pairs_M % vocabulary
             more_M, _, _ = self._gain(beam, rows_M, tokens_M, some, clock)
@@ -401,7 +422,7 @@ class _Search:
     def mended(self, ids: Ids, clock: Clock) -> Judged:
         """Returns a closed text after single changes that explain more, the best one first."""
         score = float(self._scores([ids]))
-        while not self._proves(ids) and not clock.up():
+        while not self._ends(ids) and not clock.up():
             # Sorted, so that those of one length go through the model together.
             texts = sorted(self._changed(ids), key=len)
             if self._by_states:
@@ -475,15 +496,23 @@ class _Search:
         return scores_N - self._update.nats(self._beside)
 
 
-def _proves(
-    model: LanguageModel, seen: Observation, clock: Clock, others: Sequence[Ids], ids: Ids
+def _ends(
+    model: LanguageModel,
+    seen: Observation,
+    clock: Clock,
+    fits: Callable[[tuple[Ids, ...]], bool],
+    others: Sequence[Ids],
+    ids: Ids,
 ) -> bool:
-    """Whether closed texts give the update: their gradient, or the client's steps on them."""
+    """Whether closed texts explain all of an update.
+
+    That is if it is their gradient, if they leave nothing of it but blur, which `fits` tells, or if
+    the client's steps on them give it.
+    """
     texts = [*others, ids]
     if len(texts) < seen.update.num_examples:
         return False
-    opened = [certificate.opened(model, ids) for ids in texts]
-    if certificate.judge(model, opened, seen, clock).verified:
+    if certificate.proves(model, texts, seen, clock) or fits(tuple(sorted(texts))):
         return True
     if len(texts) > 1 and seen.knowledge.local_steps != 1:  # Their orders are many.
         return False

@@ -16,6 +16,8 @@ first step leaves little more than signs: signs of Gaussian numbers still point 
   the token's probability there, less the states before the token. So a row moves along the states
   that its token follows, also in signs, and names the next token of a right prefix, also where
   the layer is the word embedding.
+- **Word rows.** The word embedding's gradient has a row for each token, and rows of tokens that are
+  in a text are longer than most. Those that are not stand in no text.
 - **Score.** The gradient of a text explains a share e of the square of the update:
   -log(1 - e) / 2 nats for each number that counts as independent. The log probability that the
   model gives the text is added.
@@ -28,6 +30,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -37,9 +40,10 @@ from torch.nn import functional as F
 from fedleak.attacks import certificate
 from fedleak.attacks.listening import AllHeardError, listening
 from fedleak.attacks.reconstruction import Ids
+from fedleak.attacks.subspace.coarseness import coarseness
 from fedleak.models import LanguageModel, pad
 from fedleak.models.family import lora_a, lora_b
-from fedleak.training.observation import Observation
+from fedleak.training.observation import Observation, UpdateKind
 from fedleak.training.recipe import copied_parameters
 
 if TYPE_CHECKING:
@@ -75,6 +79,13 @@ weights of adapters."""
 
 NEVER = -1e4
 """Log probability of a token that stands in no text."""
+
+_SHORT, _NORMAL = 1e-6, 1.4826
+"""Share of the longest row below which rows are alike; the standard deviation of a normal number
+over its median distance from the median."""
+
+_NOTHING = 1e-30
+"""Added to squares of gradients that may be zero."""
 
 _SMALL, _ALL = 1e-12, 1 - 1e-6
 """Added to norms that may be zero; the share from which on all is explained."""
@@ -270,10 +281,20 @@ class UpdateEvidence:
         head: What it says of next tokens; None: the output layer was not trained.
         mixed: What it says of the inputs of each layer.
         one_step: The client made one step.
+        absent_V: Nats against each token, by the rows of the word embedding; None: they say none.
     """
 
-    def __init__(self, model: LanguageModel, seen: Observation, rng: torch.Generator) -> None:
-        gradients, self._model = certificate.as_gradient(seen), model
+    def __init__(
+        self,
+        model: LanguageModel,
+        seen: Observation,
+        rng: torch.Generator,
+        *,
+        signs: bool | None = None,
+    ) -> None:
+        """Takes whether only signs are left of the numbers of a gradient; None: they show that."""
+        gradients = certificate.as_gradient(seen)
+        self._model, self._seen, self._rng = model, seen, rng
         self.one_step = seen.knowledge.local_steps in (None, 1)
         sent = [
             (name, layer)
@@ -283,6 +304,11 @@ class UpdateEvidence:
             if name in gradients and gradients[name].any()
         ]
         self.layers: list[Layer] = []
+        if not sent:
+            return
+        if signs is None:
+            signs = not seen.knowledge.adds_up or coarseness(seen, [name for name, _ in sent]).signs
+        self._signs = signs
         # Adapters of a first round have a first matrix that does not change.
         if all(name.endswith(_LORA_B) for name, _ in sent):
             return
@@ -297,7 +323,7 @@ class UpdateEvidence:
             gradient = gradients[name]
             turned = gradient.shape != (len(size_O), len(size_I))  # a weight of GPT-2's
             gradient_OI = gradient.T if turned else gradient
-            if not seen.knowledge.adds_up:
+            if signs:
                 gradient_OI = gradient_OI * size_O[:, None] * size_I
             rows_OI = gradient_OI @ in_II
             layer = Layer(module, out_OO.T @ rows_OI, out_OO, in_II)
@@ -316,7 +342,26 @@ class UpdateEvidence:
         self._square = sum(float(layer.sent_OI.square().sum()) for layer in self.layers)
         self._count = _INDEPENDENT * sum(layer.sent_OI.numel() for layer in self.layers)
         self._set_step(along, texts_NT[:2, :-1])
-        self.head = Head.of(model, gradients, texts_NT, signs=not seen.knowledge.adds_up)
+        self.head = Head.of(model, gradients, texts_NT, signs=signs)
+        # Rows of signs have one length.
+        rows_VD = None if signs else gradients.get(model.family.word_embedding)
+        self.absent_V = None if rows_VD is None else absence(rows_VD)
+
+    def without(self, texts: Sequence[Ids]) -> "UpdateEvidence":
+        """Returns what a gradient says without that of closed texts.
+
+        Of each tensor as much is taken out as fits best.
+        """
+        observed = certificate.as_gradient(self._seen)
+        own = certificate.mean_gradient(self._model, [(ids, 0) for ids in texts], [*observed])
+        tensors = {}
+        for (name, value), part in zip(observed.items(), own or (), strict=True):
+            part.masked_fill_(value == 0, 0)  # A mask, or pruning, may have made a zero of any.
+            share = (value * part).sum() / (part.square().sum() + _NOTHING)
+            tensors[name] = value - share * part
+        update = replace(self._seen.update, kind=UpdateKind.GRADIENT, tensors=tensors)
+        left = replace(self._seen, update=update)
+        return UpdateEvidence(self._model, left, self._rng, signs=self._signs)
 
     def _set_step(self, along: Mapping[str, Tensor], ids_NT: Tensor) -> None:
         """Sets a step along an update, so far that rounding is little of what texts gain by it."""
@@ -346,9 +391,12 @@ class UpdateEvidence:
             caches: What the two models keep of earlier tokens; these are added.
         """
         hidden_NTD, before_NTV, more_NTV = self._likelier(ids_NT, caches)
-        hints_NTV = before_NTV + _LIKELIER * _deviations(more_NTV)
+        # What is nearly sure cannot become much likelier.
+        hints_NTV = before_NTV + _LIKELIER * _deviations(more_NTV) * -before_NTV.expm1()
         if self.head is not None:
             hints_NTV += _NAMED * self.head.names(hidden_NTD)
+        if self.absent_V is not None:
+            hints_NTV -= self.absent_V
         return hints_NTV
 
     def _likelier(
@@ -378,7 +426,10 @@ class UpdateEvidence:
         return [heard[module][0] for module in modules]
 
     def gradients(self, texts: Sequence[Ids]) -> tuple[Tensor, list[Tensor]]:
-        """Returns log probabilities [N] of texts, and their gradients [N, O, I], whitened."""
+        """Returns log probabilities [N] of texts, and their gradients [N, O, I], whitened.
+
+        Tokens that are absent, as rows of the word embedding tell, make a text less probable.
+        """
         ids_NT, mask_NT = pad(texts, self._model.tokenizer.pad_token_id, self._model.device)
         with listening([layer.module for layer in self.layers]) as heard, torch.enable_grad():
             hidden_NTD = _states(self._model, ids_NT[:, :-1])
@@ -392,7 +443,11 @@ class UpdateEvidence:
             _times(slope_NTO, layer.out_OO).mT @ _times(given_NTI.detach(), layer.in_II)
             for layer, slope_NTO, (given_NTI, _) in zip(self.layers, slopes, given, strict=True)
         ]
-        return -loss_N.detach(), gradients
+        prior_N = -loss_N.detach()
+        if self.absent_V is not None:
+            # The gradients of words that a model did not meet in training are nearly the same.
+            prior_N -= (self.absent_V[ids_NT] * mask_NT).sum(1)
+        return prior_N, gradients
 
     def nats(self, gradients: Sequence[Tensor]) -> Tensor:
         """Returns the nats [N] that gradients [N, O, I] of the layers explain."""
@@ -402,6 +457,22 @@ class UpdateEvidence:
             square_N = square_N + gradient_NOI.square().sum((1, 2))
         share_N = along_N.clamp_min(0).square() / (square_N * self._square + _SMALL)
         return -self._count / 2 * torch.log1p(-share_N.clamp(max=_ALL))
+
+
+def absence(rows_VD: Tensor) -> Tensor:
+    """Returns the nats [V] against each token that its row in the word embedding's gradient says.
+
+    Most tokens are in no text, so their rows show how long such rows are: the logarithm of a
+    length counts in robust standard deviations from the median. What the longest of V rows has by
+    chance says nothing, and a row tells no more than which one of V tokens it is.
+    """
+    length_V = rows_VD.norm(dim=1)
+    log_V = (length_V + _SHORT * length_V.max() + _SMALL).log()
+    above_V = (log_V - log_V.median()).clamp_min(0)
+    spread = _NORMAL * (log_V - log_V.median()).abs().median() + _SHORT
+    most = math.log(len(log_V))
+    nats_V: Tensor = ((above_V / spread).square() / 2 - most).clamp(0, most)
+    return nats_V.max() - nats_V
 
 
 def output_rows(model: LanguageModel, gradients: Mapping[str, Tensor]) -> Tensor | None:

@@ -22,6 +22,7 @@ from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.attacks.subspace.answer import Reading
 from fedleak.attacks.subspace.state_pursuit import StatePursuit
 from fedleak.defenses.gaussian_noise import GaussianNoise
+from fedleak.defenses.quantize import Quantize
 from fedleak.defenses.sign import Sign
 from fedleak.models import CAUSAL_LM
 from fedleak.models.lora import Lora, adapt_
@@ -122,19 +123,25 @@ def test_noise_and_signs_hide_no_text_of_a_rotary_decoder(small, observe, defens
     answer = ask(Auto(seconds=20.0), replace(truth.seen, update=blurred), model)
     assert answer.sequences == tuple(truth.sequences)
     assert answer.diagnostics["asked"]["state_pursuit"] == "recovered"
+    # Nothing but the blur is left, so nobody else is asked, and nothing is proved.
+    assert "lamp" not in answer.diagnostics["asked"]
+    assert answer.diagnostics["likely"] == [True]
+    assert not answer.verified
+    assert "only noise or rounding" in answer.reason
 
 
-def test_after_adam_a_decoders_states_are_pursued_first(small, observe, notes_and_plants):
+def test_after_adam_or_rounding_states_of_a_decoder_come_first(small, observe, notes_and_plants):
     model = small("llama", CAUSAL_LM)
     notes, planted = notes_and_plants
     planted |= dict.fromkeys(("dager", "keyspan", "state_pursuit", "lamp"), NOTHING)
     plain = observe(model, 1).seen
     adam = replace(plain, knowledge=replace(plain.knowledge, recipe=Recipe(optimiser="adam")))
-    for seen in (plain, adam):
+    rounded = replace(plain, update=Quantize(bits=8)(plain.update, rng=stream(0, "defense")))
+    for seen in (plain, adam, rounded):
         ask(Auto(), seen, model)
     kinds = [attack.kind for attack, _, _ in notes]
     pursued_last = ["dager", "keyspan", "state_pursuit", "lamp"]
-    assert kinds == [*pursued_last, "state_pursuit", "dager", "keyspan", "lamp"]
+    assert kinds == [*pursued_last, *2 * ["state_pursuit", "dager", "keyspan", "lamp"]]
 
 
 @pytest.mark.parametrize(

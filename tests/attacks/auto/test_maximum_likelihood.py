@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from fedleak.attacks import AttackSetting
-from fedleak.attacks.auto.coarseness import coarseness
 from fedleak.attacks.auto.maximum_likelihood import (
     Evidence,
     Head,
@@ -27,6 +26,7 @@ from fedleak.attacks.auto.peeling import gradient_of
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.matching.batch_structure import frame
 from fedleak.attacks.reconstruction import Status
+from fedleak.attacks.subspace.coarseness import coarseness
 from fedleak.defenses.gaussian_noise import GaussianNoise
 from fedleak.defenses.mask import Mask
 from fedleak.defenses.prune import Prune

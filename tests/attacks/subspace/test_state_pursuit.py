@@ -1,3 +1,4 @@
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -5,12 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedleak.attacks import replay
+from fedleak.attacks import certificate, replay
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.reconstruction import Status
 from fedleak.attacks.subspace import state_pursuit, update_evidence
 from fedleak.attacks.subspace.answer import Judged
 from fedleak.attacks.subspace.state_pursuit import StatePursuit
+from fedleak.defenses.gaussian_noise import GaussianNoise
+from fedleak.defenses.mask import Mask
+from fedleak.defenses.quantize import Quantize
+from fedleak.defenses.sign import Sign
 from fedleak.models import CAUSAL_LM, ModelSpec, load_parameters_, loading
 from fedleak.models.lora import Lora, adapt_
 from fedleak.training.local import local_update_
@@ -448,7 +453,7 @@ def test_texts_of_a_batch_are_sought_again_until_there_is_a_proof(
     own = [tuple(ids) for ids in model.encode(["she told us that", "nobody knows it all"])]
     seen = observe(model, ["she told us that", "nobody knows it all"]).seen
     if not proof:
-        monkeypatch.setattr(state_pursuit, "_proves", lambda *given: False)
+        monkeypatch.setattr(state_pursuit, "_ends", lambda *given: False)
     searches, best = [], state_pursuit._Search.best
 
     def noted(search, width, clock, *known):
@@ -470,6 +475,90 @@ def test_few_tokens_are_tried_where_the_output_layer_was_trained_in_one_step(sma
     _, search = searched(model, sent(model, own, batch_size=2 // steps))
     named = search._effort == state_pursuit._BY_HEAD
     assert named == (steps == 1)
+
+
+@pytest.mark.parametrize(("defense", "sharp"), [(Sign(), False), (Quantize(bits=8), True)])
+def test_fewer_are_tried_where_word_rows_tell_what_is_absent(small, observe, defense, sharp):
+    model = small("llama", CAUSAL_LM)
+    seen = observe(model, ["she told us that"]).seen
+    seen = replace(seen, update=defense(seen.update, rng=stream(0, "defense")))
+    _, search = searched(model, seen)
+    assert search._effort == (state_pursuit._BY_ROWS if sharp else state_pursuit._BY_HEAD)
+
+
+def test_rows_of_absent_tokens_are_as_long_as_most():
+    rng = torch.Generator().manual_seed(0)
+    rows_VD = torch.randn(1000, 24, generator=rng)
+    assert float(update_evidence.absence(rows_VD).median()) < 1
+    rows_VD[7] *= 20
+    against_V = update_evidence.absence(rows_VD)
+    assert against_V[7] == 0
+    assert float(against_V.median()) == pytest.approx(math.log(1000))
+    # Other rows may be zero, or all of one length, as those of signs.
+    rows_VD[torch.arange(1000) != 7] = 0
+    assert update_evidence.absence(rows_VD)[7] == 0
+    assert float(update_evidence.absence(rows_VD).median()) == pytest.approx(math.log(1000))
+    assert not update_evidence.absence(rows_VD.new_ones(1000, 24)).any()
+    assert not update_evidence.absence(rows_VD.new_zeros(1000, 24)).any()
+
+
+@torch.no_grad()
+def test_what_speaks_for_a_token_before_its_gradient_is_known(small, observe):
+    model = small("llama", CAUSAL_LM)
+    with torch.enable_grad():
+        seen = observe(model, ["she told us that"]).seen
+    evidence = update_evidence.UpdateEvidence(model, seen, stream(0, "a"))
+    ids_NT = torch.tensor([[5, 6, 7]])
+    hidden_NTD, before_NTV, more_NTV = evidence._likelier(ids_NT)
+    deviation_NTV = (more_NTV - more_NTV.mean(-1, keepdim=True)) / more_NTV.std(-1, keepdim=True)
+    gained_NTV = (1 - before_NTV.exp()) * update_evidence._LIKELIER * deviation_NTV
+    named_NTV = update_evidence._NAMED * evidence.head.names(hidden_NTD)
+    expected_NTV = before_NTV + gained_NTV + named_NTV - evidence.absent_V
+    torch.testing.assert_close(evidence.hints(ids_NT), expected_NTV, rtol=1e-4, atol=1e-3)
+    # Of a text whose gradient is known, too; what pads a shorter one counts nothing.
+    prior_N, _ = evidence.gradients([(5, 6, 7), (5, 6)])
+    likely_N = torch.stack([before_NTV[0, 0, 6] + before_NTV[0, 1, 7], before_NTV[0, 0, 6]])
+    absent_N = evidence.absent_V[ids_NT[0]].cumsum(0)[[2, 1]]
+    torch.testing.assert_close(prior_N, likely_N - absent_N, rtol=1e-4, atol=1e-3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("defense", [None, Mask(fraction=0.5), Sign()])
+def test_the_gradient_of_other_texts_is_taken_out(small, observe, defense):
+    model = small("llama", CAUSAL_LM)
+    texts = ["she told us that", "nobody knows it all"]
+    first, second = (tuple(ids) for ids in model.encode(texts))
+    with torch.enable_grad():
+        seen = observe(model, texts).seen
+    if defense is not None:
+        seen = replace(seen, update=defense(seen.update, rng=stream(0, "defense")))
+    evidence = update_evidence.UpdateEvidence(model, seen, stream(0, "a"))
+    left = evidence.without([first])
+    own = certificate.mean_gradient(model, [(first, 0)], [*seen.update.tensors])
+    for (name, sent), part in zip(seen.update.tensors.items(), own, strict=True):
+        came = part * (sent != 0)
+        rest = left._seen.update.tensors[name]
+        assert not rest[sent == 0].any()
+        assert abs(float((rest * came).sum())) < 1e-3 * float(sent.norm() * came.norm()) + 1e-12
+    _, gradients = evidence.gradients([first])
+    assert left.nats(gradients) < 0.1 * evidence.nats(gradients)
+    _, gradients = evidence.gradients([second])
+    assert left.nats(gradients) > evidence.nats(gradients)
+
+
+@pytest.mark.parametrize(
+    "defense", [GaussianNoise(relative=0.3), Quantize(bits=8), Sign(), Mask(fraction=0.5)]
+)
+def test_a_blurred_batch_is_read_one_text_after_the_other(small, observe, defense):
+    model = small("llama", CAUSAL_LM, layers=3, width=48)
+    texts = ["she told us that", "nobody knows it all"]
+    seen = observe(model, texts).seen
+    seen = replace(seen, update=defense(seen.update, rng=stream(0, "defense")))
+    reading = StatePursuit()(seen, model, rng=stream(0, "a"))
+    assert {*reading.sequences} == {tuple(ids) for ids in model.encode(texts)}
+    if not reading.verified:  # What came of a mask is as it was.
+        assert "only noise or rounding" in reading.reason
+        assert reading.diagnostics["likely"] == [True, True]
 
 
 @torch.no_grad()

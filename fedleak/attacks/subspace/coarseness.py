@@ -38,10 +38,12 @@ class Coarseness:
     Attributes:
         half_widths: A tensor that came -> how far each number may be from what it was.
         kept: Share of the numbers that came, under a mask.
+        signs: Only signs came.
     """
 
     half_widths: Callable[[Tensor], Tensor]
     kept: float = 1.0
+    signs: bool = False
 
     def bounds(self, value_X: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the bounds of what each number of a tensor was; its sign is unchanged."""
@@ -57,10 +59,10 @@ class Coarseness:
         """
         if self is EXACT:
             return value_X, 0.0
+        if self.signs:
+            return value_X.sign(), 0.5
         half_X = self.half_widths(value_X)
         known_X = half_X[half_X.isfinite()]
-        if not len(known_X):
-            return value_X.sign(), 0.5
         return value_X, float((known_X.square().mean() / 3).sqrt())
 
 
@@ -83,7 +85,7 @@ def coarseness(seen: Observation, names: Iterable[str]) -> Coarseness:
     levels_X, kept = torch.unique(kept_X), len(kept_X) / len(sizes_X)
     if 0 < len(levels_X) <= _LEVELS and len(kept_X) >= _EQUAL * len(levels_X):
         if len(levels_X) == 1 and kept > 1 - _ZEROS:
-            return Coarseness(lambda value_X: torch.full_like(value_X, math.inf))
+            return Coarseness(lambda value_X: torch.full_like(value_X, math.inf), signs=True)
         step = min([float(levels_X[0]), *levels_X.diff().tolist()])
         most = round(float(levels_X[-1]) / step)
         return Coarseness(
