@@ -212,7 +212,7 @@ class StatePursuit(Reader):
                     return texts
                 known, others = texts[i : i + 1], [*texts[:i], *texts[i + 1 :]]
                 whole = cache(partial(ends, [text.ids for text in others]))
-                by_states = (wanted == 1 or linear) and not again
+                by_states = linear if wanted > 1 else not again
                 evidence, beside = update, others
                 if linear and others:
                     evidence, beside = update.without([text.ids for text in others]), []

@@ -80,9 +80,8 @@ weights of adapters."""
 NEVER = -1e4
 """Log probability of a token that stands in no text."""
 
-_SHORT, _NORMAL = 1e-6, 1.4826
-"""Share of the longest row below which rows are alike; the standard deviation of a normal number
-over its median distance from the median."""
+_ABSENT, _ALIKE_LENGTHS = 2.0, 1e-6
+"""Weight of the logarithm of how many rows are as long; the share by which such lengths differ."""
 
 _NOTHING = 1e-30
 """Added to squares of gradients that may be zero."""
@@ -460,19 +459,14 @@ class UpdateEvidence:
 
 
 def absence(rows_VD: Tensor) -> Tensor:
-    """Returns the nats [V] against each token that its row in the word embedding's gradient says.
+    """Returns the nats [V] against each token, by how many rows of a gradient are longer than its.
 
-    Most tokens are in no text, so their rows show how long such rows are: the logarithm of a
-    length counts in robust standard deviations from the median. What the longest of V rows has by
-    chance says nothing, and a row tells no more than which one of V tokens it is.
+    No scale of the rows need be known, nor what blurs them. Rows of one length say nothing.
     """
     length_V = rows_VD.norm(dim=1)
-    log_V = (length_V + _SHORT * length_V.max() + _SMALL).log()
-    above_V = (log_V - log_V.median()).clamp_min(0)
-    spread = _NORMAL * (log_V - log_V.median()).abs().median() + _SHORT
-    most = math.log(len(log_V))
-    nats_V: Tensor = ((above_V / spread).square() / 2 - most).clamp(0, most)
-    return nats_V.max() - nats_V
+    rows_V = torch.searchsorted(length_V.sort().values, length_V * (1 - _ALIKE_LENGTHS))
+    nats_V = _ABSENT * (len(length_V) - rows_V).log()
+    return nats_V - nats_V.min()
 
 
 def output_rows(model: LanguageModel, gradients: Mapping[str, Tensor]) -> Tensor | None:
