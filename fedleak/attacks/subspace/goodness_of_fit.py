@@ -57,16 +57,14 @@ def leaves_only_blur(
         texts: As the client trained on them, with their last targets.
     """
     words = sorted({token for ids in texts for token in ids} - model.special_ids())
-    if not is_linear(seen) or len(texts) != seen.update.num_examples or not words:
-        return False
-    nearest = dict(zip(words, nearest_words(model, words)[0].tolist(), strict=True))
     word, layers = model.family.word_embedding, model.family.layers
-    observed = {
-        name: value
-        for name, value in as_gradient(seen).items()
-        if name == word or (name.startswith(layers) and value.dim() == 2 and min(value.shape) > 1)
-    }
-    coarse = coarseness(seen, [name for name in observed if name != word])
+    sent = {name: value for name, value in as_gradient(seen).items() if value.dim() == 2}
+    matrices = [name for name in sent if name.startswith(layers)]
+    if not is_linear(seen) or len(texts) != seen.update.num_examples or not words or not matrices:
+        return False
+    coarse = coarseness(seen, matrices)
+    observed = {name: value for name, value in sent.items() if name in (word, *matrices)}
+    nearest = dict(zip(words, nearest_words(model, words)[0].tolist(), strict=True))
     # Words that a model did not meet in training differ in their own rows alone.
     rows = sorted({*nearest, *nearest.values()})
 
@@ -82,9 +80,9 @@ def leaves_only_blur(
             pairs[word] = sent_VD[rows], own_VD[rows]
         return _dependence([*pairs.values()])
 
-    if not observed or not excess(texts) < SIGMAS:
-        return False
-    return all(excess(batch) > 2 * SIGMAS for batch in _neighbours(texts, nearest))
+    return excess(texts) < SIGMAS and all(
+        excess(batch) > 2 * SIGMAS for batch in _neighbours(texts, nearest)
+    )
 
 
 def _dependence(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
@@ -106,14 +104,16 @@ def _dependence(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
 def rectangles(left_OI: Tensor) -> float:
     """Returns the sum over all rectangles of a matrix, in standard deviations.
 
-    For independent numbers of mean zero it is about normal, with any variances. For zeros it is 0.
+    For independent numbers of mean zero it is about normal, with any variances. It is 0 if there
+    are no rectangles without a zero.
     """
     if not left_OI.any():
         return 0.0
     unit_OI = left_OI / left_OI.square().mean().sqrt()
     # Rectangles are the same in the transpose, and products of short rows are cheaper.
     unit_OI = unit_OI if unit_OI.shape[0] >= unit_OI.shape[1] else unit_OI.T
-    return _sum_of_rectangles(unit_OI) / (2 * math.sqrt(_sum_of_rectangles(unit_OI.square())))
+    variance = 4 * _sum_of_rectangles(unit_OI.square())
+    return 0.0 if variance <= 0 else _sum_of_rectangles(unit_OI) / math.sqrt(variance)
 
 
 def _sum_of_rectangles(x_OI: Tensor) -> float:

@@ -26,7 +26,9 @@ def test_rectangles_are_those_of_a_slow_sum():
     # Each rectangle is four of these terms.
     assert rectangles(left_OI) == pytest.approx(float(total / (4 * square).sqrt()))
     assert rectangles(3 * left_OI.T) == pytest.approx(rectangles(left_OI))
-    assert rectangles(torch.zeros(5, 4)) == 0
+    # A zero in each rectangle, or none at all, says nothing.
+    for nothing_OI in (torch.zeros(5, 4), torch.eye(5)[:1].T @ torch.ones(1, 4), torch.ones(5, 1)):
+        assert rectangles(nothing_OI) == 0
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "laplace", "of two sizes"])
@@ -74,6 +76,16 @@ def test_the_right_texts_alone_leave_nothing_but_blur(blurred, defense):
     assert not leaves_only_blur(model, seen, Clock(1e-9), (first, second))
     dropped = replace(seen, knowledge=replace(seen.knowledge, dropout=True))
     assert not leaves_only_blur(model, dropped, UNLIMITED, (first, second))
+
+
+def test_of_other_tensors_it_says_nothing(blurred):
+    model, texts, behind = blurred
+    seen = behind(GaussianNoise(relative=0.3))
+    for part in (model.family.word_embedding, "layernorm.weight"):
+        tensors = {name: value for name, value in seen.update.tensors.items() if part in name}
+        assert tensors
+        left = replace(seen, update=replace(seen.update, tensors=tensors))
+        assert not leaves_only_blur(model, left, UNLIMITED, texts)
 
 
 def test_noise_that_hides_other_words_tells_nothing(blurred):
