@@ -120,7 +120,7 @@ class _Effort(NamedTuple):
 
 _BY_STATES = _Effort(wide=256, behind=40, tried=1536, changes=20, mended=24, layers=12.0)
 _BY_HEAD = _BY_STATES._replace(behind=12, changes=8, mended=96, layers=4.0)
-_BY_ROWS = _BY_HEAD._replace(wide=64, tried=256)
+_BY_ROWS = _BY_HEAD._replace(wide=128, tried=512)
 """Without, and with, rows of the output layer that name the next token, and also with rows of the
 word embedding that tell which tokens are in no text."""
 

@@ -80,8 +80,9 @@ weights of adapters."""
 NEVER = -1e4
 """Log probability of a token that stands in no text."""
 
-_ABSENT, _ALIKE_LENGTHS = 2.0, 1e-6
-"""Weight of the logarithm of how many rows are as long; the share by which such lengths differ."""
+_ABSENT, _ALIKE_LENGTHS, _PRESENT = 2.0, 1e-6, 32
+"""Weight of the logarithm of how many rows are as long; the share by which such lengths differ;
+tokens of a text that may have the longest rows."""
 
 _NOTHING = 1e-30
 """Added to squares of gradients that may be zero."""
@@ -344,7 +345,8 @@ class UpdateEvidence:
         self.head = Head.of(model, gradients, texts_NT, signs=signs)
         # Rows of signs have one length.
         rows_VD = None if signs else gradients.get(model.family.word_embedding)
-        self.absent_V = None if rows_VD is None else absence(rows_VD)
+        present = _PRESENT * seen.update.num_examples
+        self.absent_V = None if rows_VD is None else absence(rows_VD, present)
 
     def without(self, texts: Sequence[Ids]) -> "UpdateEvidence":
         """Returns what a gradient says without that of closed texts.
@@ -458,14 +460,15 @@ class UpdateEvidence:
         return -self._count / 2 * torch.log1p(-share_N.clamp(max=_ALL))
 
 
-def absence(rows_VD: Tensor) -> Tensor:
+def absence(rows_VD: Tensor, present: int) -> Tensor:
     """Returns the nats [V] against each token, by how many rows of a gradient are longer than its.
 
-    No scale of the rows need be known, nor what blurs them. Rows of one length say nothing.
+    No scale of the rows need be known, nor what blurs them. Rows of one length say nothing, and
+    nothing speaks against those that are among the longest, as many as may be present.
     """
     length_V = rows_VD.norm(dim=1)
-    rows_V = torch.searchsorted(length_V.sort().values, length_V * (1 - _ALIKE_LENGTHS))
-    nats_V = _ABSENT * (len(length_V) - rows_V).log()
+    shorter_V = torch.searchsorted(length_V.sort().values, length_V * (1 - _ALIKE_LENGTHS))
+    nats_V = _ABSENT * (len(length_V) - shorter_V).clamp_min(present).log()
     return nats_V - nats_V.min()
 
 

@@ -489,12 +489,12 @@ def test_fewer_are_tried_where_word_rows_tell_what_is_absent(small, observe, def
 def test_the_more_rows_are_as_long_the_more_speaks_against_a_token():
     rows_VD = torch.zeros(1000, 24)
     rows_VD[:4] = torch.tensor([4.0, 1.0, 3.0, 2.0])[:, None]
-    against_V = update_evidence.absence(rows_VD)
-    expected_V = 2 * torch.tensor([1.0, 4.0, 2.0, 3.0]).log()
+    against_V = update_evidence.absence(rows_VD, 2)
+    expected_V = 2 * torch.tensor([1.0, 4 / 2, 2 / 2, 3 / 2]).log()
     torch.testing.assert_close(against_V[:4], expected_V)
-    torch.testing.assert_close(against_V[4:], torch.full((996,), 2 * math.log(1000)))
+    torch.testing.assert_close(against_V[4:], torch.full((996,), 2 * math.log(1000 / 2)))
     # Rows of signs have one length.
-    assert not update_evidence.absence(rows_VD.new_ones(1000, 24)).any()
+    assert not update_evidence.absence(rows_VD.new_ones(1000, 24), 2).any()
 
 
 @torch.no_grad()
