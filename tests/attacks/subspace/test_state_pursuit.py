@@ -670,7 +670,7 @@ def test_out_of_time_it_ends_within_a_part_of_the_first_tokens(small, observe, m
         calls.clear()
         StatePursuit(seconds=seconds)(seen, model, rng=stream(0, "texts"))
         counts.append(len(calls))
-    assert 3 < counts[0] < 30 < counts[1]
+    assert 3 < counts[0] < 60 < counts[1]
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
