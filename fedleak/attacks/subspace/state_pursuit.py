@@ -203,7 +203,7 @@ class StatePursuit(Reader):
         """
         longest, wanted = min(self.longest, model.max_length), seen.update.num_examples
         texts: list[Judged] = []
-        # The gradient of other texts is then taken out, as of one text.
+        # Gradients add up, so that those of other texts can be taken out.
         linear = certificate.is_linear(seen)
         for again in range(1 + _AGAIN):
             before = [text.ids for text in texts]
@@ -216,6 +216,8 @@ class StatePursuit(Reader):
                 evidence, beside = update, others
                 if linear and others:
                     evidence, beside = update.without([text.ids for text in others]), []
+                    if not evidence.layers:
+                        return texts
                 search = _Search(model, evidence, beside, longest, by_states, whole)
                 begun = search.best(self.width, clock, *(text.ids for text in known))
                 text = search.mended(begun, clock)

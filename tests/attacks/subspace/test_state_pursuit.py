@@ -690,3 +690,26 @@ def test_the_model_writes_as_if_it_read_all_again_for_each_token(small, family, 
         for length, next_NV in enumerate(draws[-update_evidence.OWN_TOKENS :], begun):
             again = update_evidence.log_probabilities(model, texts_NT[:, :length])
             torch.testing.assert_close(next_NV, again[:, -1].exp())
+
+
+@pytest.mark.parametrize("left", [0.0, 1e-9])
+def test_of_a_text_that_occurs_twice_nothing_is_left(small, observe, monkeypatch, left):
+    """Rounding may leave nothing at all, or a little of everything."""
+    model = small("llama", CAUSAL_LM, layers=3, width=48)
+    seen = observe(model, ["she told us that"] * 2).seen
+    without = update_evidence.UpdateEvidence.without
+
+    def rounded(evidence, texts):
+        tensors = {
+            name: left * torch.randn(value.shape, generator=torch.Generator().manual_seed(1))
+            for name, value in evidence._seen.update.tensors.items()
+        }
+        update = replace(evidence._seen.update, tensors=tensors)
+        evidence._seen = replace(evidence._seen, update=update)
+        return without(evidence, texts)
+
+    monkeypatch.setattr(update_evidence.UpdateEvidence, "without", rounded)
+    answer = StatePursuit(width=6)(seen, model, rng=stream(0, "a"))
+    (own, _) = (tuple(ids) for ids in model.encode(["she told us that"] * 2))
+    assert answer.sequences == (own, own)
+    assert answer.verified
