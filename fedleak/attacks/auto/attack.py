@@ -343,11 +343,14 @@ class _Attempt:
         return True
 
     def _has_no_span(self) -> bool:
-        """Whether rows are not mixes of hidden states: signs, or rounded or missing numbers."""
-        seen, layers = self._seen, self._model.family.layers
-        of_layers = [name for name in seen.update.tensors if name.startswith(layers)]
-        whole = not of_layers or coarseness(seen, of_layers) is EXACT
-        return not (seen.knowledge.adds_up and whole)
+        """Whether rows are not mixes of hidden states: signs, or rounded or missing numbers.
+
+        Numbers of models with a table of positions are not looked at: the order is the same there.
+        """
+        seen, family = self._seen, self._model.family
+        of_layers = [name for name in seen.update.tensors if name.startswith(family.layers)]
+        whole = not of_layers or family.position_embedding is not None
+        return not (seen.knowledge.adds_up and (whole or coarseness(seen, of_layers) is EXACT))
 
     def _is_long(self) -> bool:
         """Whether a text is longer than a head is wide, as far as rows of positions show."""
