@@ -345,7 +345,7 @@ class _Attempt:
     def _has_no_span(self) -> bool:
         """Whether rows are not mixes of hidden states: signs, or rounded or missing numbers.
 
-        Numbers of models with a table of positions are not looked at: the order is the same there.
+        Numbers are looked at of rotary models alone: of others no plain gradient is pursued.
         """
         seen, family = self._seen, self._model.family
         of_layers = [name for name in seen.update.tensors if name.startswith(family.layers)]
