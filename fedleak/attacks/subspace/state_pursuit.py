@@ -93,7 +93,7 @@ _AGAIN = 2
 _AT_ONCE = 512
 """Tokens that go through the model together."""
 
-_ONLY_BLUR = "nothing proved: they leave only noise or rounding, and with any nearest word more"
+_ONLY_BLUR = "nothing proved: only noise or rounding is left, and more with a near word for any one"
 
 
 class _Effort(NamedTuple):
