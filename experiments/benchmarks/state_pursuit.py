@@ -22,12 +22,14 @@ from fedleak.attacks import clock, replay
 from fedleak.attacks.auto.attack import Auto
 from fedleak.attacks.subspace.state_pursuit import StatePursuit
 from fedleak.config.loading import with_defense
+from fedleak.defenses import TrustedAggregator
 from fedleak.models import CAUSAL_LM, LanguageModel, ModelSpec, load_parameters_, loading
 from fedleak.models.lora import Lora
 from fedleak.training.local import local_update_
 from fedleak.training.observation import Knowledge, Observation, UpdateKind
 from fedleak.training.recipe import Recipe
 from fedleak.training.settings import LocalTraining
+from fedleak.util.errors import ConfigError
 from fedleak.util.rng import stream
 
 EARLIER = LocalTraining(
@@ -61,9 +63,13 @@ def main() -> None:
     torch.set_num_threads(1)
     defense = None
     if options.defense:
-        # The kind is that of the table.
-        (placed,) = with_defense("sign", (f"defense=[{options.defense}]",)).defenses
+        try:  # The kind is that of the table.
+            (placed,) = with_defense("sign", (f"defense=[{options.defense}]",)).defenses
+        except ConfigError as error:
+            parser.error(str(error))
         defense = placed.part
+        if isinstance(defense, TrustedAggregator):
+            parser.error(f"{defense.kind} defends sums, and here each client is attacked alone")
     whole = options.full or defense
     lora = None if whole else Lora(options.rank, 2 * options.rank)
     model = loading.load(ModelSpec(name=options.model, task=CAUSAL_LM, num_labels=2, lora=lora))
@@ -77,7 +83,7 @@ def main() -> None:
         earlier = replace(EARLIER, learning_rate=2e-5) if options.full else EARLIER
         local_update_(model, texts[:WARM], [0] * WARM, earlier, seed=1)
     else:
-        how = replace(how, kind=UpdateKind.GRADIENT, recipe=Recipe())
+        how = defense.training(replace(how, kind=UpdateKind.GRADIENT, recipe=Recipe()))
     attack: Auto | StatePursuit = StatePursuit(seconds=options.seconds)
     if options.auto:
         attack = Auto(seconds=options.seconds or Auto.seconds)

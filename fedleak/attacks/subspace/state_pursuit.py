@@ -212,6 +212,7 @@ class StatePursuit(Reader):
                     return texts
                 known, others = texts[i : i + 1], [*texts[:i], *texts[i + 1 :]]
                 whole = cache(partial(ends, [text.ids for text in others]))
+                # By states, a single text would be sought again in the same way.
                 by_states = linear if wanted > 1 else not again
                 evidence, beside = update, others
                 if linear and others:

@@ -17,7 +17,7 @@ first step leaves little more than signs: signs of Gaussian numbers still point 
   that its token follows, also in signs, and names the next token of a right prefix, also where
   the layer is the word embedding.
 - **Word rows.** The word embedding's gradient has a row for each token, and rows of tokens that are
-  in a text are longer than most. Those that are not stand in no text.
+  in a text are longer than most. So each longer row speaks against a token.
 - **Score.** The gradient of a text explains a share e of the square of the update:
   -log(1 - e) / 2 nats for each number that counts as independent. The log probability that the
   model gives the text is added.
@@ -304,14 +304,12 @@ class UpdateEvidence:
             if name in gradients and gradients[name].any()
         ]
         self.layers: list[Layer] = []
-        if not sent:
+        # Adapters of a first round have a first matrix that does not change.
+        if all(name.endswith(_LORA_B) for name, _ in sent):
             return
         if signs is None:
             signs = not seen.knowledge.adds_up or coarseness(seen, [name for name, _ in sent]).signs
         self._signs = signs
-        # Adapters of a first round have a first matrix that does not change.
-        if all(name.endswith(_LORA_B) for name, _ in sent):
-            return
         modules = [model.module.get_submodule(name.removesuffix(".weight")) for name, _ in sent]
         rows: dict[int, list[Tensor]] = defaultdict(list)
         along: dict[str, Tensor] = {}

@@ -97,8 +97,8 @@ def test_of_two_words_that_a_model_does_not_tell_apart_their_own_rows_tell(small
     model = small("llama", CAUSAL_LM)
     (own,) = map(tuple, model.encode(TEXTS[:1]))
     twin = next(token for token in range(10, 99) if token not in own)
-    table_VD = model.module.get_input_embeddings().weight.data
-    table_VD[twin] = table_VD[own[2]] * (1 + 1e-6)
+    for table in (model.module.get_input_embeddings(), model.module.get_output_embeddings()):
+        table.weight.data[twin] = table.weight.data[own[2]] * (1 + 1e-6)
     seen = observe(model, TEXTS[:1]).seen
     noise = GaussianNoise(relative=0.3)
     seen = replace(seen, update=noise(seen.update, rng=stream(0, "defense")))
