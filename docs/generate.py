@@ -19,7 +19,8 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from fedleak import attacks, defenses, detectors, server_modes
+from fedleak import attacks, defenses, detectors
+from fedleak.attacks import server_modes
 from fedleak.config.experiment import Experiment
 from fedleak.config.tables import ServerTable
 from fedleak.tap.about import About

@@ -34,10 +34,10 @@ from opacus.accountants import RDPAccountant
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from fedleak import privacy
 from fedleak.flower.inline import InlineGrid
 from fedleak.tap import canary_clients
 from fedleak.tap.canaries import coins
+from fedleak.training import privacy
 
 DELTA, CLIPPING_NORM, NOISE = 1e-5, 0.5, 1.0
 HEADER = "| mechanism | announced epsilon | Gaussian | f-DP | nothing assumed | contradicted |"

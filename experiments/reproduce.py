@@ -36,7 +36,7 @@ from fedleak.cli.mistakes import mended
 from fedleak.cli.sweeps import sweep as run_sweep
 from fedleak.config.experiment import Experiment
 from fedleak.config.families import FAMILY
-from fedleak.federation.schedule import expected_captures
+from fedleak.config.federation.schedule import expected_captures
 from fedleak.report.markdown import lines
 from fedleak.report.words import in_words, short_key
 from fedleak.running import sweep

@@ -11,9 +11,9 @@ from tiny import Here, tables
 
 from fedleak.audit import defense_checks
 from fedleak.audit.vault import read_truth
+from fedleak.config.federation.protection import protection
 from fedleak.config.loading import parse
 from fedleak.defenses.adaptive_clipping import AdaptiveClipping
-from fedleak.federation.protection import protection
 from fedleak.flower.client.watching import movement
 from fedleak.flower.engines import train
 from fedleak.flower.server.strategy import CuriousServer

@@ -14,8 +14,8 @@ from tiny import DLG, call, tables, toml
 from fedleak.audit.gate.early import exceeded_already
 from fedleak.audit.scoring import score_run
 from fedleak.config.experiment import Experiment
+from fedleak.config.federation.schedule import expected_captures
 from fedleak.config.loading import parse
-from fedleak.federation.schedule import expected_captures
 from fedleak.models import LanguageModel
 from fedleak.report.tables.advice import advice_sentence, advice_table
 from fedleak.running.audit import search

@@ -19,12 +19,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fedleak
-from fedleak import api
-from fedleak.api import own_update
 from fedleak.attacks import replay
 from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, parameter_names
 from fedleak.models.adoption import adopt
+from fedleak.running import own_update
+from fedleak.running.own_update import observing
 from fedleak.store.records import LEAKAGE
 from fedleak.store.run import Run
 
@@ -86,7 +86,7 @@ class Wrapper(nn.Module):
 
 def test_the_examples_in_the_docstrings_are_true():
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-    for module in (api, parameter_names):
+    for module in (own_update, parameter_names):
         assert doctest.testmod(module, optionflags=flags).failed == 0
 
 
@@ -96,12 +96,9 @@ def test_importing_fedleak_imports_nothing_else():
     assert not {"torch", "transformers", "numpy", "pydantic", "flwr"} & set(done.stdout.split())
 
 
-def test_the_public_names_are_those_of_the_api():
+def test_a_public_name_is_there_and_another_is_not():
     assert set(fedleak.__all__) <= set(dir(fedleak))
-    assert all(
-        getattr(fedleak, name) is getattr(api, name)
-        for name in {*fedleak.__all__} - {"__version__"}
-    )
+    assert all(getattr(fedleak, name) is not None for name in fedleak.__all__)
     with pytest.raises(AttributeError, match="no attribute 'atack'"):
         fedleak.atack  # noqa: B018
 
@@ -276,7 +273,7 @@ def test_what_was_not_trained_did_not_decay(own):
         "bert.pooler.dense.weight": torch.zeros_like(parameters["bert.pooler.dense.weight"]),
         "classifier.bias": torch.ones_like(parameters["classifier.bias"]),
     }
-    seen = own_update.observe(
+    seen = observing.observe(
         delta,
         adopt(own.module, own.tokenizer),
         fedleak.SentUpdate(
@@ -342,7 +339,7 @@ def test_steps_are_made_again_in_the_words_of_an_experiment(llama_tiny):
         learned = {"response_template": sent_update.response_template}
         model = adopt(module, own.tokenizer, **learned)
         ids = [tuple(ids) for ids in model.encode(texts)]
-        return replay.replay(model, ids, own_update.observe(delta, model, sent_update)).verified
+        return replay.replay(model, ids, observing.observe(delta, model, sent_update)).verified
 
     assert proved()
     for wrong in (

@@ -19,7 +19,7 @@ from tiny import call
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import fedleak
-from fedleak.api.update_files import read_update
+from fedleak.running.own_update.update_files import read_update
 from fedleak.util.errors import ConfigError
 
 OF_TWO = ("gradient.pt", "--sent", "num_examples=2")

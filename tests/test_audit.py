@@ -15,9 +15,9 @@ from fedleak.attacks.reconstruction import Status
 from fedleak.cli.questions import ask
 from fedleak.config import checks
 from fedleak.config.experiment import Experiment
+from fedleak.config.federation.schedule import expected_captures
+from fedleak.config.federation.workload import outline
 from fedleak.config.loading import load, parse
-from fedleak.federation.schedule import expected_captures
-from fedleak.federation.workload import outline
 from fedleak.running.audit import begin, defenses, rehearsal
 from fedleak.running.audit import plan as planning
 from fedleak.running.audit.plan import Plan, plan, to_audit

@@ -15,11 +15,11 @@ from tiny import Here, call, toml
 
 from fedleak.audit import defense_checks, explanation, grants, vault
 from fedleak.config.checks import check_canaries, check_defenses
+from fedleak.config.federation.canaries import places
+from fedleak.config.federation.protection import aggregator_of, protection
+from fedleak.config.federation.schedule import rounds_of_clients
 from fedleak.config.loading import parse
 from fedleak.defenses.central_dp import CentralDp
-from fedleak.federation.canaries import places
-from fedleak.federation.protection import aggregator_of, protection
-from fedleak.federation.schedule import rounds_of_clients
 from fedleak.flower.engines import train
 from fedleak.flower.server.strategy import CuriousServer
 from fedleak.models import loading

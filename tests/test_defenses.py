@@ -11,6 +11,7 @@ from scipy.stats import binom, chi2, gamma, kstest
 from torch import nn
 
 from fedleak import defenses
+from fedleak.config.federation.protection import Protection
 from fedleak.config.loading import parse
 from fedleak.defenses import Claims, measured
 from fedleak.defenses.adaptive_clipping import AdaptiveClipping
@@ -28,11 +29,10 @@ from fedleak.defenses.prune import Prune
 from fedleak.defenses.quantize import Quantize
 from fedleak.defenses.secure_sum import SecureSum
 from fedleak.defenses.sign import Sign
-from fedleak.federation.protection import Protection
 from fedleak.models.lora import Lora, adapt_
 from fedleak.running import preparation
 from fedleak.training.observation import ClientUpdate, UpdateKind
-from fedleak.training.privacy import Event
+from fedleak.training.privacy.accounting import Event
 from fedleak.training.settings import LocalTraining, PrivateSteps
 from fedleak.util.errors import ConfigError, FedleakError
 from fedleak.util.rng import stream

@@ -27,8 +27,8 @@ from means import mean_update
 
 from fedleak import models
 from fedleak.config.experiment import Experiment
+from fedleak.config.federation.lookup import dropped_out, stored
 from fedleak.defenses.secure_sum import SecureSum
-from fedleak.federation.lookup import dropped_out, stored
 from fedleak.models import builtin, loading
 from fedleak.store.records import LEAKAGE
 from fedleak.store.run import EVERYONE, Key, Run

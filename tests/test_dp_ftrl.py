@@ -11,11 +11,11 @@ import torch
 from tiny import tables
 
 from fedleak.audit.vault import read_truth
+from fedleak.config.federation.protection import protection
+from fedleak.config.federation.schedule import rounds_of_clients
 from fedleak.config.loading import parse
 from fedleak.defenses import Noises
 from fedleak.defenses.dp_ftrl import DpFtrl
-from fedleak.federation.protection import protection
-from fedleak.federation.schedule import rounds_of_clients
 from fedleak.flower.engines import train
 from fedleak.running import preparation
 from fedleak.store.run import EVERYONE, Key

@@ -9,8 +9,8 @@ import pytest
 from tiny import DLG, call, trained_here
 
 from fedleak.audit.score_files import mark
-from fedleak.federation.lookup import stored
-from fedleak.federation.workload import outline
+from fedleak.config.federation.lookup import stored
+from fedleak.config.federation.workload import outline
 from fedleak.store.records import LEAKAGE, ScoredRows
 from fedleak.store.run import Run
 from fedleak.store.summaries import SUMMARY

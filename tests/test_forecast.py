@@ -8,8 +8,8 @@ from rich.console import Console
 from tiny import DLG, TABLES, call, toml
 
 from fedleak.cli import display
+from fedleak.config.federation.workload import outline
 from fedleak.config.loading import parse
-from fedleak.federation.workload import outline
 from fedleak.flower import inline
 from fedleak.running import forecast, preparation
 from fedleak.running.dispatch.progress import Finished, RunProgress

@@ -24,9 +24,9 @@ from fedleak.audit.gate.judge import Verdict, judge
 from fedleak.audit.gate.limits import limit_checks
 from fedleak.audit.gate.measured import measured_checks, required_checks
 from fedleak.audit.worst_case import worst_case
+from fedleak.config.federation.lookup import stored
 from fedleak.config.loading import limited, parse
 from fedleak.config.tables import GateTable
-from fedleak.federation.lookup import stored
 from fedleak.report import ci
 from fedleak.running.dispatch import dispatcher
 from fedleak.store.records import Answer, LeakageRow, answers

@@ -18,8 +18,8 @@ from tiny import TABLES
 from typer.testing import CliRunner
 
 from fedleak import attacks, cli, defenses, models
+from fedleak.config.federation.lookup import stored
 from fedleak.config.loading import parse
-from fedleak.federation.lookup import stored
 from fedleak.store.run import Run
 from fedleak.util.errors import ConfigError, FedleakError
 from fedleak.util.plugins import OWN, discover

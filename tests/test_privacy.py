@@ -10,17 +10,17 @@ from scipy.optimize import brentq
 from scipy.stats import binom, norm
 from tiny import tables
 
+from fedleak.config.federation import schedule
+from fedleak.config.federation.protection import protection
+from fedleak.config.federation.schedule import clients_of_round, rounds_of_clients
 from fedleak.config.loading import parse
 from fedleak.defenses import Budget
 from fedleak.defenses.dp_sgd import DpSgd
 from fedleak.defenses.local_dp import LocalDp
-from fedleak.federation import schedule
-from fedleak.federation.protection import protection
-from fedleak.federation.schedule import clients_of_round, rounds_of_clients
-from fedleak.training import privacy
 from fedleak.training.batches import round_clients
 from fedleak.training.observation import UpdateKind
-from fedleak.training.privacy import Event, compose
+from fedleak.training.privacy import accounting
+from fedleak.training.privacy.accounting import Event, compose
 from fedleak.training.settings import LocalTraining
 from fedleak.util.errors import ConfigError
 
@@ -151,7 +151,7 @@ def test_no_epsilon_is_negative(accountant):
 
 def test_an_epsilon_too_large_for_prv_is_that_of_rdp():
     event = replace(WHOLE, noise_multiplier=0.01)
-    assert epsilon([event], accountant="prv") == epsilon([event]) > privacy.PRV_MOST
+    assert epsilon([event], accountant="prv") == epsilon([event]) > accounting.PRV_MOST
 
 
 def test_less_noise_more_of_the_data_and_a_smaller_delta_cost_more():
@@ -191,9 +191,9 @@ def test_marks_of_examples_and_of_clients_are_apart():
 def test_all_examples_of_a_client_spend_what_their_sum_does():
     """Without sampling the client's examples are one vector, as long as all of them."""
     step = replace(STEP, noise_multiplier=8.0, sampling_rate=1.0, sampling="none")
-    (whole,) = privacy.of_all_examples([replace(step, disjoint=3)], 12, 4)
+    (whole,) = accounting.of_all_examples([replace(step, disjoint=3)], 12, 4)
     assert (whole.noise_multiplier, whole.steps, whole.unit) == (2.0, 1, "client")
-    (local,) = privacy.of_all_examples([replace(step, steps=2)], 10, 4)
+    (local,) = accounting.of_all_examples([replace(step, steps=2)], 10, 4)
     assert (local.noise_multiplier, local.steps) == (2.0, 6), "three batches in each of two epochs"
 
 
@@ -202,7 +202,7 @@ def test_all_sampled_examples_of_a_client_spend_no_less_than_the_exact_mixture(r
     """The privacy loss of a binomial number of examples, by sums over a fine grid."""
     held, noise, delta = 3, 3.0, 1e-5
     sampled = replace(STEP, noise_multiplier=noise, sampling_rate=rate)
-    (spent,) = compose(privacy.of_all_examples([sampled], held, 2), delta, "prv")
+    (spent,) = compose(accounting.of_all_examples([sampled], held, 2), delta, "prv")
     x = np.linspace(-20, 20, 400_001) * noise
     density = sum(binom.pmf(k, held, rate) * norm.pdf(x, k, noise) for k in range(held + 1))
 
@@ -239,7 +239,7 @@ def test_an_event_comes_back_from_a_file(event):
 @pytest.mark.parametrize("target", [0.5, 3.0, 50.0])
 def test_noise_for_an_epsilon_spends_it_and_no_more(target, accountant):
     planned = [replace(WHOLE, noise_multiplier=math.nan)] * 10
-    noise = privacy.noise_multiplier(target, planned, DELTA, accountant)
+    noise = accounting.noise_multiplier(target, planned, DELTA, accountant)
     spent = epsilon([replace(WHOLE, noise_multiplier=noise)] * 10, accountant=accountant)
     assert 0.99 * target <= spent <= target
 
@@ -275,12 +275,12 @@ def test_local_dp_solved_for_an_epsilon_spends_it_over_its_rounds():
 
 def test_an_epsilon_out_of_reach_is_refused_with_the_reason():
     with pytest.raises(ConfigError, match=r"epsilon = 0\.01 cannot .* delta = 1e-05 over 20 steps"):
-        privacy.noise_multiplier(0.01, [replace(WHOLE, steps=2)] * 10, DELTA, "rdp")
+        accounting.noise_multiplier(0.01, [replace(WHOLE, steps=2)] * 10, DELTA, "rdp")
 
 
 def test_an_epsilon_that_prv_reaches_is_refused_with_that_hint():
     with pytest.raises(ConfigError, match="prv"):
-        privacy.noise_multiplier(0.1, [WHOLE], DELTA, "rdp")
+        accounting.noise_multiplier(0.1, [WHOLE], DELTA, "rdp")
 
 
 # --- of an experiment's clients -------------------------------------------------------------

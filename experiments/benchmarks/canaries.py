@@ -32,20 +32,20 @@ from scipy.stats import kstest
 
 from fedleak.config.loading import parse
 from fedleak.models import LanguageModel
-from fedleak.privacy.canaries import Canaries, Floats
-from fedleak.privacy.lower_bounds import (
-    epsilon_delta_bound,
-    f_dp_bound,
-    gaussian_bound,
-    gaussian_epsilon,
-    settled_rule,
-)
 from fedleak.running import preparation
 from fedleak.store.records import UTILITY
 from fedleak.training.batches import Records
 from fedleak.training.local import local_update_
 from fedleak.training.observation import UpdateKind
 from fedleak.training.planted import Planted
+from fedleak.training.privacy.canaries import Canaries, Floats
+from fedleak.training.privacy.lower_bounds import (
+    epsilon_delta_bound,
+    f_dp_bound,
+    gaussian_bound,
+    gaussian_epsilon,
+    settled_rule,
+)
 from fedleak.training.settings import LocalTraining, PrivateSteps
 from fedleak.training.steps import Batch
 from fedleak.util.rng import stream

@@ -28,8 +28,8 @@ from fedleak.audit import scoring
 from fedleak.audit.metrics.intervals import clustered_mean
 from fedleak.cli.mistakes import mended
 from fedleak.config.experiment import Experiment
+from fedleak.config.federation.schedule import clients_of_round, target
 from fedleak.config.loading import expanded, parse, set_
-from fedleak.federation.schedule import clients_of_round, target
 from fedleak.flower.engines import train
 from fedleak.report.marked_pages import above
 from fedleak.running import preparation

@@ -27,7 +27,8 @@ from time import process_time
 import torch
 from torch import Tensor
 
-from fedleak import attacks, server_modes
+from fedleak import attacks
+from fedleak.attacks import server_modes
 from fedleak.audit.metrics.intervals import clustered_mean
 from fedleak.models import CLASSIFICATION, LanguageModel, ModelSpec, load_parameters_, loading
 from fedleak.models.lora import Lora

@@ -16,8 +16,8 @@ from time import process_time
 
 from torch import Tensor
 
+from fedleak.config.federation.schedule import expected_captures
 from fedleak.config.loading import expanded, parse, read_tables
-from fedleak.federation.schedule import expected_captures
 from fedleak.flower.engines import train
 from fedleak.running import preparation
 

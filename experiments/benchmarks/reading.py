@@ -62,7 +62,7 @@ from fedleak.models import CLASSIFICATION, LanguageModel
 from fedleak.running.workers import attempt
 from fedleak.training.local import local_update_
 from fedleak.training.observation import Knowledge, Observation, UpdateKind
-from fedleak.training.privacy import FAST_ACCOUNTANT, compose
+from fedleak.training.privacy.accounting import FAST_ACCOUNTANT, compose
 from fedleak.training.settings import LocalTraining
 from fedleak.util.rng import stream
 

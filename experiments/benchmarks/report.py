@@ -26,8 +26,8 @@ from fedleak.attacks import settings
 from fedleak.attacks.reconstruction import Status
 from fedleak.audit.vault import read_truth
 from fedleak.config.experiment import Experiment
+from fedleak.config.federation.lookup import captures_of
 from fedleak.config.loading import parse
-from fedleak.federation.lookup import captures_of
 from fedleak.flower.engines import train
 from fedleak.running import preparation
 from fedleak.running.reports import report_run

@@ -42,8 +42,8 @@ import psutil
 import torch
 
 from fedleak import models
+from fedleak.config.federation.workload import divide, outline, read_data
 from fedleak.config.loading import parse
-from fedleak.federation.workload import divide, outline, read_data
 from fedleak.flower.client import app as client_app
 from fedleak.flower.engines import train
 from fedleak.flower.server.round_sum import Beside

@@ -21,7 +21,7 @@ from own_app import client_app, server_app
 
 from fedleak.attacks.reconstruction import Status
 from fedleak.audit import scoring
-from fedleak.federation.lookup import stored
+from fedleak.config.federation.lookup import stored
 from fedleak.flower.inline import NODE_ID, RUN_ID, InlineGrid
 from fedleak.running.dispatch.dispatcher import attack_captures
 from fedleak.store.records import LeakageRow

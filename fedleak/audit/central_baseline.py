@@ -8,8 +8,8 @@ from torch import Tensor
 from fedleak import models
 from fedleak.audit.metrics.utility import evaluate
 from fedleak.config.experiment import Experiment
-from fedleak.federation.schedule import updates
-from fedleak.federation.workload import divide, read_data
+from fedleak.config.federation.schedule import updates
+from fedleak.config.federation.workload import divide, read_data
 from fedleak.models import loading
 from fedleak.store.files import plain
 from fedleak.store.run import Run

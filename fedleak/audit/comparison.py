@@ -28,8 +28,8 @@ from fedleak.audit.privacy.membership import shares_of_members
 from fedleak.audit.vault import read_truth
 from fedleak.config.components import listed_as
 from fedleak.config.experiment import Experiment
-from fedleak.federation.lookup import stored
-from fedleak.federation.schedule import malicious_server
+from fedleak.config.federation.lookup import stored
+from fedleak.config.federation.schedule import malicious_server
 from fedleak.store.lines import Record
 from fedleak.store.records import (
     LEAKAGE,

@@ -7,8 +7,8 @@ import numpy as np
 
 from fedleak.audit.metrics import intervals
 from fedleak.config.experiment import Experiment
-from fedleak.federation.lookup import client_sizes
-from fedleak.federation.schedule import rounds_of_clients
+from fedleak.config.federation.lookup import client_sizes
+from fedleak.config.federation.schedule import rounds_of_clients
 from fedleak.store.records import LeakageRow, PersonalItem
 from fedleak.store.run import EVERYONE, Run
 from fedleak.store.summaries import Estimate, KindRead, MeanOfClients, PersonalData

@@ -11,8 +11,8 @@ from fedleak.attacks import Attack, AttackSetting, Equipped, Planned, Step
 from fedleak.config import checks
 from fedleak.config.components import build_attack
 from fedleak.config.experiment import Experiment
-from fedleak.federation.trainable import trainable
-from fedleak.federation.workload import outline
+from fedleak.config.federation.trainable import trainable
+from fedleak.config.federation.workload import outline
 from fedleak.models import LanguageModel
 from fedleak.training.observation import GRANTABLE
 from fedleak.util.errors import ConfigError

@@ -10,9 +10,9 @@ from pydantic import BaseModel, ValidationError
 
 from fedleak.attacks.reconstruction import Status
 from fedleak.config.experiment import Experiment
+from fedleak.config.federation.lookup import captures_of, dropped_out
+from fedleak.config.federation.schedule import clients_of_round
 from fedleak.defenses.secure_sum import hidden_among
-from fedleak.federation.lookup import captures_of, dropped_out
-from fedleak.federation.schedule import clients_of_round
 from fedleak.store.records import UNSCORED, Answer, LeakageRow
 from fedleak.store.run import Key, Run
 from fedleak.store.shards import Shard, Share, attacks_in, damaged, shares

@@ -3,7 +3,7 @@
 from fedleak.audit.kept_texts import KeptTexts, read_held_out
 from fedleak.audit.privacy.candidates import questions
 from fedleak.audit.vault import read_truth
-from fedleak.federation.lookup import stored
+from fedleak.config.federation.lookup import stored
 from fedleak.store.run import Key, Run
 from fedleak.training.observation import QUESTIONS, Knowledge, ThreatModel
 from fedleak.util.errors import FedleakError

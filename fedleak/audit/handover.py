@@ -17,16 +17,16 @@ from fedleak.audit.detection import DetectionNote
 from fedleak.audit.gaps import Note
 from fedleak.audit.privacy.ledger import ClientNote
 from fedleak.audit.vault import check_truth, weight
-from fedleak.federation.assignment import client_fingerprint
-from fedleak.federation.lookup import examples, stored
-from fedleak.federation.schedule import updates
+from fedleak.config.federation.assignment import client_fingerprint
+from fedleak.config.federation.lookup import examples, stored
+from fedleak.config.federation.schedule import updates
 from fedleak.models import CLASSIFICATION, loading
 from fedleak.store import records
 from fedleak.store.files import naming, parse_json, real_folder
 from fedleak.store.run import Key, Run
 from fedleak.store.seal import without
 from fedleak.store.vault import Notes
-from fedleak.training import privacy
+from fedleak.training.privacy import accounting
 from fedleak.training.truth import GroundTruth
 from fedleak.util.errors import CaptureError, ConfigError, FedleakError
 from fedleak.util.plain_files import content
@@ -232,7 +232,7 @@ class _Check:
             return f"it counts more steps than the {most} that a client can make in a round"
         table = self._experiment.privacy
         try:
-            privacy.compose(note.events, table.delta, table.accountant)
+            accounting.compose(note.events, table.delta, table.accountant)
         except (ValueError, ArithmeticError, ConfigError):
             return "it has an event that nothing can be composed of"
         return None

@@ -18,9 +18,9 @@ from fedleak import attacks, models
 from fedleak.audit.pairing import FIGURES, best
 from fedleak.audit.vault import read_truth, text_count
 from fedleak.config.experiment import Experiment
+from fedleak.config.federation.lookup import stored
+from fedleak.config.federation.schedule import clients_of_round, target
 from fedleak.config.loading import parse
-from fedleak.federation.lookup import stored
-from fedleak.federation.schedule import clients_of_round, target
 from fedleak.models import loading
 from fedleak.store.provenance import unsealed
 from fedleak.store.records import Answer, LeakageRow, text_counts

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fedleak.config.experiment import Experiment
-from fedleak.federation.lookup import stored
-from fedleak.federation.workload import outline
+from fedleak.config.federation.lookup import stored
+from fedleak.config.federation.workload import outline
 from fedleak.models import LanguageModel
 from fedleak.store import records
 from fedleak.store.records import Answer, ScoredRows

@@ -17,8 +17,8 @@ from fedleak.audit.privacy.ledger import defense_means, guarantee
 from fedleak.audit.score_files import Recorded
 from fedleak.audit.worst_case import worst_case
 from fedleak.config.experiment import Experiment
-from fedleak.federation.lookup import examples
-from fedleak.federation.schedule import malicious_server
+from fedleak.config.federation.lookup import examples
+from fedleak.config.federation.schedule import malicious_server
 from fedleak.store import summaries
 from fedleak.store.records import LeakageRow, ScoredRows
 from fedleak.store.run import Run

@@ -9,8 +9,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from fedleak.config.experiment import Experiment
-from fedleak.federation.lookup import aggregator_in, dropped_out, stored
-from fedleak.federation.schedule import clients_of_round, target
+from fedleak.config.federation.lookup import aggregator_in, dropped_out, stored
+from fedleak.config.federation.schedule import clients_of_round, target
 from fedleak.store.run import EVERYONE, Key, Run
 from fedleak.training.truth import GroundTruth
 from fedleak.util.errors import CaptureError, FedleakError

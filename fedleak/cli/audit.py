@@ -62,8 +62,8 @@ def audit(
     from fedleak.audit.gaps import refuse_gaps
     from fedleak.audit.gate.limits import LEAKS
     from fedleak.config.experiment import Experiment
+    from fedleak.config.federation.lookup import stored
     from fedleak.data.files import TableFile
-    from fedleak.federation.lookup import stored
     from fedleak.report.tables.audit import plan_table
     from fedleak.report.terminal.audit import print_audit
     from fedleak.report.terminal.table import print_table
@@ -149,8 +149,8 @@ def _source(
     Raises:
         ConfigError: It is neither, or a run of somebody else that names programs.
     """
-    from fedleak.api.update_files import READERS
     from fedleak.config.loading import load
+    from fedleak.running.own_update.update_files import READERS
     from fedleak.store.run import Run
     from fedleak.tap.folder import MESSAGES
 

@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
-from fedleak import attacks, data, defenses, detectors, models, server_modes
+from fedleak import attacks, data, defenses, detectors, models
+from fedleak.attacks import server_modes
 from fedleak.models import builtin
 from fedleak.util.plugins import OWN, Discovered, discover
 from fedleak.util.sanitise import markup

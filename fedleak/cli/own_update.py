@@ -8,10 +8,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fedleak.api import AttackResult
 from fedleak.attacks import Progress
 from fedleak.attacks.reconstruction import Status
 from fedleak.audit.answer_scores import Scored
+from fedleak.running.own_update.attack import AttackResult
 from fedleak.store.files import new_file
 from fedleak.util.errors import ConfigError, FedleakError
 from fedleak.util.plain_files import content

@@ -87,9 +87,9 @@ def gate(
     were changed.
     """
     from fedleak.audit.gate.judge import described, judge
+    from fedleak.config.federation.lookup import stored
+    from fedleak.config.federation.schedule import malicious_server
     from fedleak.config.loading import limited
-    from fedleak.federation.lookup import stored
-    from fedleak.federation.schedule import malicious_server
     from fedleak.report import ci
     from fedleak.report.words import MALICIOUS
     from fedleak.store.run import Run

@@ -41,8 +41,8 @@ def run(
     Results go to runs/NAME. The same command again finishes what is left.
     """
     from fedleak.audit.gaps import refuse_gaps
+    from fedleak.config.federation.lookup import run_folder
     from fedleak.config.loading import RUN_JSON, load
-    from fedleak.federation.lookup import run_folder
     from fedleak.report.terminal.run import print_run
     from fedleak.running import pipeline
     from fedleak.running.dispatch.dispatcher import Crew
@@ -127,8 +127,8 @@ def attack(
     batches are attacked, too: an attack that cannot read them shows nothing by reading little.
     """
     from fedleak.audit.gaps import refuse_gaps
+    from fedleak.config.federation.lookup import stored
     from fedleak.config.loading import load
-    from fedleak.federation.lookup import stored
     from fedleak.report.terminal.run import print_run
     from fedleak.running import pipeline
     from fedleak.running.dispatch.dispatcher import Crew

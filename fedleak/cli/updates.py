@@ -60,9 +60,9 @@ def attack_update(
     import torch
 
     import fedleak
-    from fedleak.api.update_files import read_update
     from fedleak.cli import own_update
     from fedleak.config.loading import table_of
+    from fedleak.running.own_update.update_files import read_update
 
     private = own_update.text_lines("--texts", texts)
     others = own_update.text_lines("--held-out", held_out)

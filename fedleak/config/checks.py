@@ -5,15 +5,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from fedleak.attacks import AttackSetting, Batched
+from fedleak.attacks.server_modes import ModeSetting, ServerMode
 from fedleak.config.components import listed_as
 from fedleak.config.experiment import Experiment
 from fedleak.config.sent_parameters import captured_parameters, sent_by
 from fedleak.config.tables import CANARY_OF_EVERY_CLIENT, GateTable
 from fedleak.models import CAUSAL_LM, LanguageModel
 from fedleak.models.parameter_selection import freezing
-from fedleak.privacy.canaries import FEWEST_NUMBERS, most_canaries
-from fedleak.server_modes import ModeSetting, ServerMode
 from fedleak.training.observation import ThreatModel
+from fedleak.training.privacy.canaries import FEWEST_NUMBERS, most_canaries
 from fedleak.util.errors import ConfigError, unknown
 
 

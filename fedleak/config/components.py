@@ -10,14 +10,14 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from fedleak import attacks, server_modes
-from fedleak.attacks import Asked, Attack, Equipped
+from fedleak import attacks
+from fedleak.attacks import Asked, Attack, Equipped, server_modes
+from fedleak.attacks.server_modes import ServerMode
+from fedleak.attacks.server_modes.honest import Honest
 from fedleak.config.tables import ServerTable
 from fedleak.config.wording import checked, one_line
 from fedleak.defenses import Defense, TrustedAggregator
 from fedleak.detectors import Detector
-from fedleak.server_modes import ServerMode
-from fedleak.server_modes.honest import Honest
 from fedleak.training.observation import QUESTIONS, ThreatModel
 from fedleak.util.errors import ConfigError, UnknownKindError, about, unknown
 from fedleak.util.plugins import discover

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from fedleak import defenses, detectors
 from fedleak.attacks import always_on
+from fedleak.attacks.server_modes import ServerMode
 from fedleak.config import components, tables
 from fedleak.config.client_table import ClientTable
 from fedleak.config.components import NamedAttack, Placed, Server
@@ -17,7 +18,6 @@ from fedleak.defenses import Defense, TrustedAggregator
 from fedleak.detectors import Detector
 from fedleak.models import CAUSAL_LM, ModelSpec
 from fedleak.models.lora import Lora
-from fedleak.server_modes import ServerMode
 from fedleak.training.observation import GRANTABLE, Sight, ThreatModel, UpdateKind
 from fedleak.training.settings import LocalTraining, ServerOptimiser
 from fedleak.util.errors import ConfigError

@@ -1,9 +1,9 @@
 """Which parameters of the model clients send."""
 
+from fedleak.attacks.server_modes import ServerMode
 from fedleak.config.experiment import Experiment
 from fedleak.models import LanguageModel
 from fedleak.models.parameter_selection import freezing, select
-from fedleak.server_modes import ServerMode
 from fedleak.util.errors import ConfigError
 
 

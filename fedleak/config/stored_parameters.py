@@ -1,10 +1,10 @@
 """Which parameters captures hold: `[audit] store`."""
 
 from fedleak.attacks import AttackSetting, read_by
+from fedleak.attacks.server_modes import ServerMode
 from fedleak.config.checks import attack_settings, grant, setting_of
 from fedleak.config.experiment import Experiment
 from fedleak.models import LanguageModel
-from fedleak.server_modes import ServerMode
 from fedleak.util.errors import ConfigError
 
 

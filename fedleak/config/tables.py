@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from fedleak.models import CAUSAL_LM, absolute
 from fedleak.training.observation import GRANTABLE, Sight
-from fedleak.training.privacy import Accountant
+from fedleak.training.privacy.accounting import Accountant
 from fedleak.training.recipe import Optimiser
 from fedleak.util.errors import unknown
 

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from fedleak.models import LanguageModel
-from fedleak.training import privacy
 from fedleak.training.observation import ClientUpdate, Sight
-from fedleak.training.privacy import Accountant, Event, Neighbouring, Unit
+from fedleak.training.privacy import accounting
+from fedleak.training.privacy.accounting import Accountant, Event, Neighbouring, Unit
 from fedleak.training.settings import LocalTraining
 from fedleak.util.errors import ConfigError
 from fedleak.util.plugins import discover, no_dataclass_of
@@ -171,7 +171,7 @@ class NoiseOrEpsilon(Defense):
             return self
         unit = replace(self, noise_multiplier=1.0, epsilon=None)  # type: ignore[type-var]
         planned = [unit.event(local, budget.num_examples, round) for round in budget.rounds]
-        noise = privacy.noise_multiplier(self.epsilon, planned, budget.delta, budget.accountant)
+        noise = accounting.noise_multiplier(self.epsilon, planned, budget.delta, budget.accountant)
         noise /= planned[0].noise_multiplier  # what noise of 1 comes to
         return replace(unit, noise_multiplier=noise)  # type: ignore[type-var]
 

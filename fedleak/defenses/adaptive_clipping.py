@@ -12,7 +12,7 @@ from fedleak.defenses import Claims
 from fedleak.defenses.central_dp import CentralDp
 from fedleak.defenses.clip import norm_of
 from fedleak.training.observation import ClientUpdate
-from fedleak.training.privacy import Positive
+from fedleak.training.privacy.accounting import Positive
 from fedleak.training.settings import LocalTraining
 
 FEWEST = 20

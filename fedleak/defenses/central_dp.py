@@ -10,7 +10,7 @@ from fedleak.defenses import Claims, NoiseOrEpsilon, TrustedAggregator
 from fedleak.defenses.clip import clipped
 from fedleak.training.aggregation import WeightedSum
 from fedleak.training.observation import ClientUpdate, Sight
-from fedleak.training.privacy import Epsilon, Noise, Positive
+from fedleak.training.privacy.accounting import Epsilon, Noise, Positive
 from fedleak.training.settings import LocalTraining
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from fedleak.defenses import Claims, Noises
 from fedleak.defenses.central_dp import CentralDp
 from fedleak.training.observation import ClientUpdate
-from fedleak.training.privacy import Event
+from fedleak.training.privacy.accounting import Event
 from fedleak.training.settings import LocalTraining
 
 

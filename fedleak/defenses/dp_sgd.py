@@ -10,7 +10,7 @@ from fedleak.defenses import Claims, NoiseOrEpsilon
 from fedleak.models import LanguageModel
 from fedleak.training.batches import passes
 from fedleak.training.observation import UpdateKind
-from fedleak.training.privacy import Epsilon, Event, Noise, Positive, Unit
+from fedleak.training.privacy.accounting import Epsilon, Event, Noise, Positive, Unit
 from fedleak.training.settings import LocalTraining, PrivateSteps
 
 _SHARED_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm)

@@ -7,7 +7,7 @@ import torch
 
 from fedleak.defenses import Claims, Defense, root_mean_square
 from fedleak.training.observation import ClientUpdate
-from fedleak.training.privacy import Positive
+from fedleak.training.privacy.accounting import Positive
 from fedleak.training.settings import LocalTraining
 from fedleak.util.errors import ConfigError
 

@@ -8,7 +8,7 @@ import torch
 
 from fedleak.defenses import Claims, Defense
 from fedleak.training.observation import ClientUpdate
-from fedleak.training.privacy import Positive
+from fedleak.training.privacy.accounting import Positive
 from fedleak.training.settings import LocalTraining
 
 

@@ -9,7 +9,7 @@ from fedleak.defenses import Claims, NoiseOrEpsilon
 from fedleak.defenses.clip import clipped
 from fedleak.defenses.gaussian_noise import with_noise
 from fedleak.training.observation import ClientUpdate
-from fedleak.training.privacy import Epsilon, Neighbouring, Noise, Positive
+from fedleak.training.privacy.accounting import Epsilon, Neighbouring, Noise, Positive
 from fedleak.training.settings import LocalTraining
 
 

@@ -12,7 +12,7 @@ from fedleak.defenses import Claims, TrustedAggregator
 from fedleak.models import LanguageModel
 from fedleak.training.aggregation import WeightedSum
 from fedleak.training.observation import ClientUpdate, UpdateKind
-from fedleak.training.privacy import Positive
+from fedleak.training.privacy.accounting import Positive
 from fedleak.training.settings import LocalTraining
 from fedleak.util.errors import ConfigError
 

@@ -416,6 +416,19 @@ def source(named: str, name: str) -> str:
     return name
 
 
+def builtin_model(name: str) -> str:
+    """Returns the folder of a built-in model, which transformers loads without a network.
+
+    Args:
+        name: "bert-tiny", "gpt2-tiny" or "llama-tiny": small, with random weights. It is made on
+            this machine when it is first used.
+
+    Raises:
+        ConfigError: There is no such model.
+    """
+    return source("builtin_model", f"builtin/{str(name).removeprefix('builtin/')}")
+
+
 def one_line(error: Exception) -> str:
     """Returns what an error of another library says, in one line that is not too long."""
     return " ".join(str(error).split())[:_LONGEST].rstrip(" .") or type(error).__name__

@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fedleak.attacks.server_modes.honest import Honest
 from fedleak.audit.answer_scores import score_answer
 from fedleak.audit.vault import read_truth
-from fedleak.federation.lookup import stored
-from fedleak.federation.workload import outline
+from fedleak.config.federation.lookup import stored
+from fedleak.config.federation.workload import outline
 from fedleak.running.preparation import refuse_purged
-from fedleak.server_modes.honest import Honest
 from fedleak.store.files import new_file
 from fedleak.store.records import LEAKAGE, LeakageRow
 from fedleak.store.run import Key, Run

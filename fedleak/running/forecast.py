@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fedleak.config.experiment import Experiment
+from fedleak.config.federation.schedule import expected_captures, rounds_attacked
 from fedleak.config.sent_parameters import selected_parameters, sent_by
 from fedleak.config.stored_parameters import stored_parameters
-from fedleak.federation.schedule import expected_captures, rounds_attacked
 from fedleak.models import LanguageModel
 from fedleak.store.run import EVERYONE, Run
 from fedleak.util.errors import ConfigError

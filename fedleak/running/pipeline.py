@@ -11,9 +11,9 @@ from fedleak.audit.answered import answered
 from fedleak.audit.defense_checks import Finding
 from fedleak.audit.privacy import published
 from fedleak.config.experiment import Experiment
-from fedleak.federation.lookup import absent, captures_of, examples
-from fedleak.federation.schedule import expected_captures
-from fedleak.federation.workload import outline
+from fedleak.config.federation.lookup import absent, captures_of, examples
+from fedleak.config.federation.schedule import expected_captures
+from fedleak.config.federation.workload import outline
 from fedleak.running import forecast
 from fedleak.running.dispatch.agenda import groups, part_of
 from fedleak.running.dispatch.dispatcher import ALONE, Crew, attack_captures, attacking

@@ -16,13 +16,13 @@ from fedleak.audit.metrics import personal_data
 from fedleak.config import checks
 from fedleak.config.components import NamedAttack
 from fedleak.config.experiment import Experiment
+from fedleak.config.federation.lookup import Examples, examples, stored
+from fedleak.config.federation.schedule import first_of_adapters, malicious_server
+from fedleak.config.federation.trainable import trainable
+from fedleak.config.federation.workload import Workload, candidates, outline, read_data
 from fedleak.config.stored_parameters import check_stored, read_whole
 from fedleak.config.tables import WorkersTable
 from fedleak.config.wording import difference
-from fedleak.federation.lookup import Examples, examples, stored
-from fedleak.federation.schedule import first_of_adapters, malicious_server
-from fedleak.federation.trainable import trainable
-from fedleak.federation.workload import Workload, candidates, outline, read_data
 from fedleak.models import CLASSIFICATION, LanguageModel, loading
 from fedleak.running import forecast
 from fedleak.store.files import naming, second_name

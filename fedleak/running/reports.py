@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 from fedleak.audit import score_files, scoring
 from fedleak.audit.gate.judge import Verdict, chosen, judge
-from fedleak.federation.lookup import stored
+from fedleak.config.federation.lookup import stored
 from fedleak.report.annex import annex
 from fedleak.report.html.page import Entry, RunPage
 from fedleak.report.html.render import render

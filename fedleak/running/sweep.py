@@ -28,8 +28,8 @@ from typing import Any
 from fedleak.config import families, loading
 from fedleak.config.experiment import Experiment
 from fedleak.config.families import FAMILY, Setting
+from fedleak.config.federation.lookup import run_folder
 from fedleak.config.tables import WorkersTable
-from fedleak.federation.lookup import run_folder
 from fedleak.report.words import in_words
 from fedleak.running import pipeline, preparation
 from fedleak.running.dispatch.dispatcher import Crew

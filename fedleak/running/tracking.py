@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from fedleak.audit.pairing import FIGURES, best
-from fedleak.federation.lookup import stored
+from fedleak.config.federation.lookup import stored
 from fedleak.running import reports
 from fedleak.running.export import scored_rows
 from fedleak.store.records import LEDGER, UTILITY, LeakageRow, LedgerRow
 from fedleak.store.run import Run
 from fedleak.store.summaries import SUMMARY, AttackSummary, Estimate, RunSummary, WorstCase
-from fedleak.training.privacy import NONE
+from fedleak.training.privacy.accounting import NONE
 from fedleak.util.errors import ConfigError, FedleakError
 from fedleak.util.lists import grouped
 from fedleak.util.nested import flat

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, ConfigDict, Field, JsonValue
 from fedleak.attacks.reconstruction import Status
 from fedleak.store.lines import Lines, Measured, Record
 from fedleak.store.run import EVERYONE, Key
-from fedleak.training.privacy import NONE, Use
+from fedleak.training.privacy.accounting import NONE, Use
 
 
 class _OfUpdate(Record):

@@ -11,10 +11,10 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, Context, Message, MessageType
 from numpy.typing import NDArray
 
-from fedleak.privacy.own_training import directions, flip
 from fedleak.store.files import naming, read_file, replace
 from fedleak.tap.guard import Mod, Next, arrays
 from fedleak.tap.recorder import round_of
+from fedleak.training.privacy.own_training import directions, flip
 
 NOTHING = 1e-4
 """Share of its norm that a canary keeps if it is out: mods that clip divide by the norm."""

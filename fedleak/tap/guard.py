@@ -14,8 +14,8 @@ import numpy as np
 from flwr.app import Context, Error, Message, MessageType, RecordDict
 from numpy.typing import NDArray
 
+from fedleak.config.federation.watching import Watched, remember_sent, watch
 from fedleak.detectors import REFUSAL, REFUSED, Broadcast, Detector, Movement, Weights, kinds, named
-from fedleak.federation.watching import Watched, remember_sent, watch
 from fedleak.store.files import append_together, plain
 from fedleak.store.memory import Board, Memory
 from fedleak.tap.recorder import decoded, plain_numbers, round_of, say

@@ -10,9 +10,9 @@ from pathlib import Path
 from fedleak.config import checks
 from fedleak.config.components import LONGEST_NAME
 from fedleak.config.experiment import Experiment
+from fedleak.config.federation.lookup import Examples
 from fedleak.config.loading import parse
 from fedleak.config.tables import MOST_UPDATES
-from fedleak.federation.lookup import Examples
 from fedleak.models import CLASSIFICATION
 from fedleak.running.preparation import ask_again, create, refuse_purged
 from fedleak.store.files import read_file

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedleak.privacy.canaries import Canaries
 from fedleak.training.batches import Records
+from fedleak.training.privacy.canaries import Canaries
 from fedleak.training.steps import Batch
 
 DUMMIES = 2

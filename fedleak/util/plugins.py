@@ -63,7 +63,8 @@ def discover(package: ModuleType, key: str = "kind") -> Discovered:
     A module that cannot be imported is broken, and the others are found nevertheless. If two
     classes have the same kind, neither gets it, unless one of them is fedleak's own: what runs
     under its kind must not depend on what else is installed. A class is broken, too, if the package
-    has a function `flaw` that says what is wrong with it.
+    has a function `flaw` that says what is wrong with it. A package inside, with a `flaw` of its
+    own, holds another sort: nothing of it is among these.
 
     Args:
         package: The package; its name is also the group of the entry points.
@@ -77,7 +78,7 @@ def discover(package: ModuleType, key: str = "kind") -> Discovered:
     def walk(name: str, origin: str) -> int:
         """Notes the classes of a module and of those in it; returns how many there are."""
         count = 0
-        for module in _modules(name, origin, walked, broken):
+        for module in _modules(name, origin, package, walked, broken):
             for cls in _classes(module, key):
                 count += 1
                 if reason := flaw(cls):
@@ -110,7 +111,7 @@ def discover(package: ModuleType, key: str = "kind") -> Discovered:
 
 
 def _modules(
-    name: str, origin: str, walked: set[str], broken: dict[str, str]
+    name: str, origin: str, package: ModuleType, walked: set[str], broken: dict[str, str]
 ) -> Iterator[ModuleType]:
     """Imports a module and all that are in it, each once; notes those that cannot be imported."""
     if name in walked:
@@ -121,10 +122,12 @@ def _modules(
     except (Exception, SystemExit) as error:  # noqa: BLE001 - it may be anybody's file
         broken[_with_origin(name, origin)] = _reason(error)
         return
+    if origin == OWN and module is not package and hasattr(module, "flaw"):
+        return  # it holds another sort
     yield module
     for info in pkgutil.iter_modules(getattr(module, "__path__", ()), f"{name}."):
         if not info.name.endswith(".__main__"):  # which is a program
-            yield from _modules(info.name, origin, walked, broken)
+            yield from _modules(info.name, origin, package, walked, broken)
 
 
 def _classes(module: ModuleType, key: str) -> list[type]:

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from fedleak import attacks, server_modes
+from fedleak import attacks
 from fedleak.attacks import (
     AttackSetting,
     Batched,
@@ -32,6 +32,7 @@ from fedleak.attacks import (
     Selective,
     certificate,
     read_by,
+    server_modes,
 )
 from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, ModelSpec, load_parameters_, loading

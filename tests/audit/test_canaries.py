@@ -25,8 +25,9 @@ from fedleak.running import preparation
 from fedleak.store.records import CANARIES, LedgerRow
 from fedleak.store.run import EVERYONE, Key, Run
 from fedleak.store.summaries import SUMMARY
-from fedleak.training import privacy, private_steps
+from fedleak.training import private_steps
 from fedleak.training.observation import ClientUpdate, UpdateKind
+from fedleak.training.privacy import accounting
 from fedleak.training.truth import GroundTruth
 from fedleak.util.errors import ConfigError
 from fedleak.util.rng import stream
@@ -214,7 +215,7 @@ def test_what_guarantees_nothing_is_audited_in_a_copy(tmp_path):
     assert kstest(outside, "norm").pvalue > 0.01
     summary = bounds(with_canaries)
     assert summary.bounds[0].in_copies
-    assert summary.bounds[0].epsilon == privacy.NONE
+    assert summary.bounds[0].epsilon == accounting.NONE
     assert not summary.alarms
 
 
@@ -395,7 +396,7 @@ def the_same_noise(patch):
 
 
 def a_ledger_that_begins_anew(patch):
-    original = privacy.compose
+    original = accounting.compose
     patch.setattr(ledger.privacy, "compose", lambda events, *rest: original(events[-1:], *rest))
 
 

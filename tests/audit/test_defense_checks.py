@@ -17,6 +17,7 @@ from fedleak import defenses
 from fedleak.audit import defense_checks, scoring
 from fedleak.audit.defense_checks import bench, sampling, sent_update
 from fedleak.cli import app
+from fedleak.config.federation.protection import Protection
 from fedleak.config.loading import parse
 from fedleak.defenses.adaptive_clipping import AdaptiveClipping
 from fedleak.defenses.cast import Cast
@@ -33,18 +34,17 @@ from fedleak.defenses.prune import Prune
 from fedleak.defenses.quantize import Quantize
 from fedleak.defenses.secure_sum import SecureSum
 from fedleak.defenses.sign import Sign
-from fedleak.federation.protection import Protection
 from fedleak.flower.client.app import app as client_app
 from fedleak.flower.engines import train
 from fedleak.flower.inline import InlineGrid
 from fedleak.flower.server.app import app as server_app
-from fedleak.privacy import lower_bounds
 from fedleak.running import pipeline, preparation
 from fedleak.running.dispatch import dispatcher
 from fedleak.store.captures import Captures
 from fedleak.store.run import Run
 from fedleak.training import private_steps
 from fedleak.training.observation import ClientUpdate, UpdateKind
+from fedleak.training.privacy import lower_bounds
 from fedleak.util.errors import ConfigError, FedleakError
 
 SMALL = {"name": "smaller than builtin/bert-tiny: `folder`"}

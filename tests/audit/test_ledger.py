@@ -17,9 +17,9 @@ from fedleak.config.experiment import Experiment
 from fedleak.config.loading import parse
 from fedleak.store.records import DefenseRow, LedgerRow
 from fedleak.store.run import EVERYONE, Capture, Key, Run
-from fedleak.training import privacy
 from fedleak.training.observation import ClientUpdate, Knowledge, UpdateKind
-from fedleak.training.privacy import Event, Use
+from fedleak.training.privacy import accounting
+from fedleak.training.privacy.accounting import Event, Use
 
 pytestmark = pytest.mark.core
 
@@ -61,7 +61,7 @@ def captured(run: Run, *keys: Key) -> None:
 
 
 def spent(events: int) -> float:
-    (composed,) = privacy.compose([EVENT] * events, 1e-5, "prv")
+    (composed,) = accounting.compose([EVENT] * events, 1e-5, "prv")
     return composed.epsilon
 
 
@@ -250,7 +250,7 @@ def test_many_rounds_are_composed_faster_and_no_epsilon_is_above_a_later_one(run
     notes = {Key(round, 0): note(event) for round in range(1, 41)}
     many = experiment(federation={"clients": 2, "rounds": 40, "batch_size": 2})
     rows = ledger(run, many, notes, Gaps(), [])
-    exact = {row.round: privacy.epsilon(row.uses, 1e-5, "prv") for row in rows}
+    exact = {row.round: accounting.epsilon(row.uses, 1e-5, "prv") for row in rows}
     assert [row.round for row in rows if row.accountant == "prv"] == [*range(1, 17), 32, 40]
     for row, following in pairwise(rows):
         assert exact[row.round] <= row.epsilon <= following.epsilon

@@ -25,7 +25,6 @@ from fedleak.audit.vault import read_truth
 from fedleak.config.loading import parse
 from fedleak.flower.engines import train
 from fedleak.models import loading
-from fedleak.privacy.lower_bounds import gaussian_epsilon
 from fedleak.report.tables.membership import membership_tables
 from fedleak.running import pipeline, preparation
 from fedleak.running.dispatch.dispatcher import Crew
@@ -33,6 +32,7 @@ from fedleak.store.records import LEAKAGE, MEMBERSHIP, Answer, MembershipRow
 from fedleak.store.run import EVERYONE, Key
 from fedleak.store.summaries import SUMMARY
 from fedleak.training.observation import Observation, ThreatModel
+from fedleak.training.privacy.lower_bounds import gaussian_epsilon
 from fedleak.training.truth import GroundTruth
 from fedleak.util.errors import ConfigError
 from fedleak.util.rng import stream
@@ -459,7 +459,7 @@ def test_the_bound_is_above_the_true_epsilon_as_seldom_as_it_says(sigma):
 @pytest.fixture
 def suspects(tmp_path):
     """A file of 8 notes of clients, of a small run's data, and 8 of nobody."""
-    from fedleak.federation.workload import read_data
+    from fedleak.config.federation.workload import read_data
 
     split = read_data(experiment_of(**SMALLER))
     lines = [

@@ -31,9 +31,9 @@ from fedleak.audit.positive_control import (
 )
 from fedleak.audit.vault import read_truth
 from fedleak.config.experiment import Experiment
+from fedleak.config.federation.lookup import stored
+from fedleak.config.federation.schedule import expected_captures
 from fedleak.config.loading import parse
-from fedleak.federation.lookup import stored
-from fedleak.federation.schedule import expected_captures
 from fedleak.models import loading
 from fedleak.running.dispatch import dispatcher
 from fedleak.running.pipeline import finished, wants_control

@@ -16,9 +16,9 @@ from fedleak.audit.gate import limits
 from fedleak.audit.gate.check import Outcome
 from fedleak.audit.kept_texts import read_held_out
 from fedleak.audit.privacy import decoding, published
+from fedleak.config.federation.secrets import NOBODY, secrets
+from fedleak.config.federation.workload import divide, read_data
 from fedleak.config.loading import parse
-from fedleak.federation.secrets import NOBODY, secrets
-from fedleak.federation.workload import divide, read_data
 from fedleak.flower.engines import train
 from fedleak.models import CAUSAL_LM, loading
 from fedleak.running import pipeline, preparation

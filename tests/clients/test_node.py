@@ -7,8 +7,8 @@ import stat
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
+from fedleak.config.federation.assignment import Assignment
 from fedleak.config.loading import parse
-from fedleak.federation.assignment import Assignment
 from fedleak.flower.client.app import app as client_app
 from fedleak.flower.client.context import client_of, vault
 from fedleak.flower.client.mods import public
@@ -211,8 +211,8 @@ def test_an_error_in_what_it_came_from_is_not_told_either(answer, monkeypatch):
 
 
 def test_an_error_in_a_defense_is_an_answer_too(answer, monkeypatch):
-    monkeypatch.setattr("fedleak.federation.protection.measured", raiser(KeyError(SECRET)))
-    assert answer().error.reason.startswith("KeyError in fedleak.federation.protection:")
+    monkeypatch.setattr("fedleak.config.federation.protection.measured", raiser(KeyError(SECRET)))
+    assert answer().error.reason.startswith("KeyError in fedleak.config.federation.protection:")
 
 
 def test_our_own_words_travel_but_not_those_about_data(answer, monkeypatch):

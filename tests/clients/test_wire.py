@@ -8,8 +8,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.common.serde import recorddict_to_proto
 
 from fedleak import models
+from fedleak.config.federation.assignment import Assignment
 from fedleak.config.loading import parse
-from fedleak.federation.assignment import Assignment
 from fedleak.flower.client.app import app as client_app
 from fedleak.flower.inline import InlineGrid
 from fedleak.models import loading

@@ -20,13 +20,13 @@ from fedleak.config.checks import (
     check_canaries,
     check_defenses,
 )
+from fedleak.config.federation.lookup import stored
+from fedleak.config.federation.workload import outline
 from fedleak.config.loading import load, parse
 from fedleak.config.presets import PRESETS, settings
 from fedleak.config.sent_parameters import captured_parameters
 from fedleak.config.wording import difference
 from fedleak.defenses.gaussian_noise import GaussianNoise
-from fedleak.federation.lookup import stored
-from fedleak.federation.workload import outline
 from fedleak.models import CLASSIFICATION, ModelSpec
 from fedleak.models.lora import Lora
 from fedleak.running import sweep

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedleak import data
+from fedleak.config.federation.workload import read_data
 from fedleak.config.loading import parse
-from fedleak.federation.workload import read_data
 from fedleak.util.errors import ConfigError
 
 pytestmark = pytest.mark.core

@@ -13,12 +13,12 @@ from fedleak.audit.detection import detection_rows
 from fedleak.audit.gate.check import Outcome
 from fedleak.audit.gate.judge import judge
 from fedleak.audit.handover import take_vaults
+from fedleak.config.federation.lookup import absent, captures_of, dropped_out, stored
+from fedleak.config.federation.protection import protection
 from fedleak.config.loading import parse
 from fedleak.config.tables import GateTable
 from fedleak.detectors import Finding, digest, named
 from fedleak.detectors.settings import Settings
-from fedleak.federation.lookup import absent, captures_of, dropped_out, stored
-from fedleak.federation.protection import protection
 from fedleak.flower.client.watching import movement
 from fedleak.flower.engines import train
 from fedleak.report.html.run_page import run_page

@@ -9,8 +9,8 @@ import pytest
 from fedleak.attacks import is_slow, kinds
 from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.config.components import NamedAttack
+from fedleak.config.federation.lookup import stored
 from fedleak.config.loading import parse
-from fedleak.federation.lookup import stored
 from fedleak.flower import inline
 from fedleak.flower.engines import train
 from fedleak.running import pipeline, preparation

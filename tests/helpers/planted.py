@@ -17,7 +17,7 @@ from fedleak.training import private_steps
 from fedleak.training.batches import round_batch
 from fedleak.training.observation import ClientUpdate
 from fedleak.training.planted import DUMMIES
-from fedleak.training.privacy import Event
+from fedleak.training.privacy.accounting import Event
 
 Plant = Callable[[pytest.MonkeyPatch], object]
 Shapes = Mapping[str, torch.Size]

@@ -9,7 +9,10 @@ from scipy.integrate import quad
 from scipy.stats import binom, norm
 
 from fedleak.audit.privacy import canaries
-from fedleak.privacy.lower_bounds import (
+from fedleak.store.records import LedgerRow
+from fedleak.store.run import EVERYONE
+from fedleak.training.privacy import accounting
+from fedleak.training.privacy.lower_bounds import (
     SHARES,
     Rule,
     epsilon_delta_bound,
@@ -21,9 +24,6 @@ from fedleak.privacy.lower_bounds import (
     gaussian_mu,
     settled_rule,
 )
-from fedleak.store.records import LedgerRow
-from fedleak.store.run import EVERYONE
-from fedleak.training import privacy
 
 pytestmark = pytest.mark.core
 
@@ -220,8 +220,8 @@ def test_an_alarm_comes_where_the_noise_is_half_of_what_is_said():
 
 def test_a_bound_is_compared_with_the_smaller_epsilon_of_two_accountants():
     """Of one step that samples 1 %: that of Rényi divergences is more than four times as large."""
-    use = privacy.Use(1.0, 0.01, 1)
-    by_rdp, by_prv = (privacy.epsilon((use,), DELTA, name) for name in ("rdp", "prv"))
+    use = accounting.Use(1.0, 0.01, 1)
+    by_rdp, by_prv = (accounting.epsilon((use,), DELTA, name) for name in ("rdp", "prv"))
     assert by_rdp > 4 * by_prv
     rng = np.random.default_rng(0)
     coins = (rng.random(CANARIES) < 0.5).tolist()
@@ -237,5 +237,5 @@ def test_clients_that_guarantee_nothing_have_bounds_and_no_alarm():
     coins = (rng.random(CANARIES) < 0.5).tolist()
     rows = [one_round(rng, 0, 1, coins, 30.0)]
     (only,) = canaries.summarised(Settings, rows, []).bounds
-    assert (only.client, only.epsilon) == (0, privacy.NONE)
+    assert (only.client, only.epsilon) == (0, accounting.NONE)
     assert only.gaussian > 300

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fedleak.privacy.sampling import least_likely
+from fedleak.training.privacy.sampling import least_likely
 
 pytestmark = pytest.mark.core
 

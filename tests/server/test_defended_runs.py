@@ -22,12 +22,12 @@ from rich.console import Console
 from fedleak import defenses, models
 from fedleak.audit import central_baseline, defense_checks, grants, scoring, vault
 from fedleak.audit.metrics.utility import evaluate
+from fedleak.config.federation.assignment import Assignment
+from fedleak.config.federation.protection import protection
+from fedleak.config.federation.schedule import clients_of_round, expected_captures
+from fedleak.config.federation.workload import read_data
 from fedleak.config.loading import parse
 from fedleak.defenses import TrustedAggregator
-from fedleak.federation.assignment import Assignment
-from fedleak.federation.protection import protection
-from fedleak.federation.schedule import clients_of_round, expected_captures
-from fedleak.federation.workload import read_data
 from fedleak.flower.client.app import app as client_app
 from fedleak.flower.engines import train
 from fedleak.flower.inline import InlineGrid
@@ -42,11 +42,11 @@ from fedleak.store import records, seal
 from fedleak.store.captures import Captures
 from fedleak.store.lines import Lines
 from fedleak.store.run import EVERYONE, Key, Run
-from fedleak.training import privacy
 from fedleak.training.batches import round_batch
 from fedleak.training.local import local_update_
 from fedleak.training.observation import ClientUpdate, ThreatModel, UpdateKind
-from fedleak.training.privacy import Event
+from fedleak.training.privacy import accounting
+from fedleak.training.privacy.accounting import Event
 from fedleak.training.settings import LocalTraining, PrivateSteps
 from fedleak.util.errors import ConfigError, FedleakError
 from fedleak.util.rng import stream, stream_seed
@@ -694,7 +694,7 @@ def test_the_ledger_composes_all_rounds_of_each_client(ledgered):
         for client in clients_of_round(experiment, round):
             times = rounds[client].index(round) + 1
             events = {0: [poisson] * times, 1: [of_client, fixed] * times}.get(client, [])
-            spent = privacy.compose(events, 1e-4, "rdp")
+            spent = accounting.compose(events, 1e-4, "rdp")
             epsilons = {statement.of.unit: statement.epsilon for statement in spent} or {
                 "none": "none"
             }

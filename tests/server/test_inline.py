@@ -16,10 +16,10 @@ from fedleak.attacks.matching.dlg import Dlg
 from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.audit import scoring
 from fedleak.config.components import NamedAttack
+from fedleak.config.federation import lookup, workload
+from fedleak.config.federation.schedule import expected_captures
 from fedleak.config.loading import parse
 from fedleak.config.sent_parameters import selected_parameters
-from fedleak.federation import lookup, workload
-from fedleak.federation.schedule import expected_captures
 from fedleak.flower import inline
 from fedleak.flower.client import app as client_app
 from fedleak.flower.client import outgoing

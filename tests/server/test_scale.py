@@ -14,10 +14,10 @@ from fedleak.attacks import certificate
 from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.audit.gaps import refuse_gaps
 from fedleak.config import components
+from fedleak.config.federation.lookup import stored
+from fedleak.config.federation.schedule import captures_made
+from fedleak.config.federation.workload import outline
 from fedleak.config.loading import parse
-from fedleak.federation.lookup import stored
-from fedleak.federation.schedule import captures_made
-from fedleak.federation.workload import outline
 from fedleak.flower import inline
 from fedleak.flower.engines import train
 from fedleak.flower.server.strategy import CuriousServer

@@ -18,9 +18,9 @@ from flwr.server.workflow.secure_aggregation import secaggplus_workflow
 from scipy.stats import kstest
 
 from fedleak.audit import scoring, vault
+from fedleak.config.federation.lookup import dropped_out
 from fedleak.config.loading import parse
 from fedleak.defenses.secure_sum import MODULUS, SecureSum
-from fedleak.federation.lookup import dropped_out
 from fedleak.flower.client import masking
 from fedleak.flower.client.app import app as client_app
 from fedleak.flower.engines import train

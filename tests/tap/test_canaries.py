@@ -6,10 +6,10 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import LocalDpMod
 
-from fedleak import privacy
 from fedleak.flower.inline import InlineGrid
 from fedleak.tap import canary_clients
 from fedleak.tap.canaries import coins
+from fedleak.training import privacy
 from fedleak.util.errors import FedleakError
 
 pytestmark = pytest.mark.core

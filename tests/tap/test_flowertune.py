@@ -10,7 +10,7 @@ import flowertune
 
 from fedleak.attacks import replay
 from fedleak.audit.vault import read_truth
-from fedleak.federation.lookup import stored
+from fedleak.config.federation.lookup import stored
 from fedleak.models import builtin, load_parameters_, loading
 from fedleak.tap.about import load_about
 from fedleak.tap.folder import Tapped

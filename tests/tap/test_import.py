@@ -15,11 +15,11 @@ from cases import some
 from own_app import task
 from transformers import AutoTokenizer, DataCollatorWithPadding
 
+from fedleak.attacks.server_modes.imprint import Imprint
 from fedleak.audit.vault import read_truth
-from fedleak.federation.lookup import stored
-from fedleak.federation.schedule import malicious_server
+from fedleak.config.federation.lookup import stored
+from fedleak.config.federation.schedule import malicious_server
 from fedleak.running.workers import hiring
-from fedleak.server_modes.imprint import Imprint
 from fedleak.store.run import EVERYONE, Key, Run
 from fedleak.tap.about import load_about
 from fedleak.tap.folder import KeptArrays, Problem, Tapped, TappedMessage

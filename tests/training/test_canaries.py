@@ -11,11 +11,11 @@ from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
 from scipy.stats import kstest
 
 from fedleak.models import CLASSIFICATION
-from fedleak.privacy.canaries import Canaries, scores
 from fedleak.training import private_steps
 from fedleak.training.batches import Records, round_batch
 from fedleak.training.observation import UpdateKind
 from fedleak.training.planted import Planted
+from fedleak.training.privacy.canaries import Canaries, scores
 from fedleak.training.private_steps import Joining, Seen, local_batches, private_gradient
 from fedleak.training.settings import LocalTraining, PrivateSteps
 from fedleak.training.steps import Batch

@@ -28,10 +28,10 @@ from fedleak.attacks.imprinted.checksum import Text
 from fedleak.attacks.listening import listening
 from fedleak.attacks.matching.batch_structure import frame
 from fedleak.attacks.reconstruction import Reconstruction
+from fedleak.attacks.server_modes.adapter_imprint import AdapterImprint, adapters
 from fedleak.attacks.subspace.span import ACCEPT, Span
 from fedleak.models import LanguageModel, pad
 from fedleak.models.family import lora_a, lora_b
-from fedleak.server_modes.adapter_imprint import AdapterImprint, adapters
 from fedleak.training.observation import Observation
 
 _ROUNDING = 1e-5

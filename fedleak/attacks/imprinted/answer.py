@@ -6,9 +6,9 @@ from typing import Any
 from fedleak.attacks import AttackSetting, certificate
 from fedleak.attacks.imprinted.checksum import Text
 from fedleak.attacks.reconstruction import Reconstruction, tokens_of
+from fedleak.attacks.server_modes import ServerMode
 from fedleak.attacks.subspace.answer import answer_of
 from fedleak.models import LanguageModel
-from fedleak.server_modes import ServerMode
 from fedleak.training.observation import Observation
 
 NO_TOKEN = "no bin of the imprinted layer holds a single token: noise, or too many tokens"

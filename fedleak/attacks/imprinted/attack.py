@@ -23,9 +23,9 @@ from fedleak.attacks.imprinted.checksum import Checksum, read_texts
 from fedleak.attacks.imprinted.slots import MOST, Slots, fill_
 from fedleak.attacks.imprinted.tags import Split, more_tags, read_tags, splits, without_mixtures
 from fedleak.attacks.reconstruction import Reconstruction
+from fedleak.attacks.server_modes import sectors
+from fedleak.attacks.server_modes.imprint import Imprint, planted
 from fedleak.models import LanguageModel
-from fedleak.server_modes import sectors
-from fedleak.server_modes.imprint import Imprint, planted
 from fedleak.training.observation import Observation
 
 NOT_IMPRINTED = "the first block of this model is not imprinted"

@@ -25,10 +25,10 @@ from torch.nn import functional as F
 
 from fedleak.attacks.analytic.facts import used_rows
 from fedleak.attacks.matching.batch_structure import frame
+from fedleak.attacks.server_modes.imprint import Planted
+from fedleak.attacks.server_modes.sectors import Sectors, Stream
 from fedleak.models import LanguageModel
 from fedleak.models.family import TokenTable
-from fedleak.server_modes.imprint import Planted
-from fedleak.server_modes.sectors import Sectors, Stream
 from fedleak.training.observation import Observation
 
 ROOM = 2.0

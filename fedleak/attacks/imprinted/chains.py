@@ -27,8 +27,8 @@ from fedleak.attacks.imprinted.bins import ROUNDING, Bins, Words, whitening
 from fedleak.attacks.imprinted.checksum import Text, expected
 from fedleak.attacks.imprinted.slots import CLEAR, explained
 from fedleak.attacks.imprinted.tags import EXACT, SIGMAS, Split
+from fedleak.attacks.server_modes.sectors import Sectors
 from fedleak.models.family import TokenTable
-from fedleak.server_modes.sectors import Sectors
 
 if TYPE_CHECKING:
     from scipy.spatial import KDTree

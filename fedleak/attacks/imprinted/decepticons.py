@@ -34,10 +34,10 @@ from fedleak.attacks.imprinted.answer import NO_TOKEN, answered, not_served
 from fedleak.attacks.imprinted.bins import Words, read_bins
 from fedleak.attacks.imprinted.checksum import Text
 from fedleak.attacks.reconstruction import Reconstruction
+from fedleak.attacks.server_modes.decepticons import Blocks, Decepticons, blocks, planted
+from fedleak.attacks.server_modes.sectors import as_linear
 from fedleak.models import LanguageModel
 from fedleak.models.family import TokenTable
-from fedleak.server_modes.decepticons import Blocks, Decepticons, blocks, planted
-from fedleak.server_modes.sectors import as_linear
 from fedleak.training.observation import Observation
 
 _FITS = 0.9

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from fedleak.attacks.imprinted.bins import ROUNDING, SAMPLE, Bins, Words, pursue, whitening
 from fedleak.attacks.imprinted.tags import SIGMAS, Tags
-from fedleak.server_modes.imprint import Planted
+from fedleak.attacks.server_modes.imprint import Planted
 
 MOST = 100_000_000
 """Words times places times texts: more inputs are not tabulated."""

@@ -24,11 +24,11 @@ from fedleak.audit.defense_checks.sampling import draws
 from fedleak.audit.defense_checks.sent_update import changes, keeps
 from fedleak.config.checks import check_defenses
 from fedleak.config.experiment import Experiment
+from fedleak.config.federation.lookup import client_sizes
+from fedleak.config.federation.protection import Protection, protection
+from fedleak.config.federation.workload import divide, read_data
 from fedleak.config.sent_parameters import selected_parameters
 from fedleak.defenses import Defense, TrustedAggregator
-from fedleak.federation.lookup import client_sizes
-from fedleak.federation.protection import Protection, protection
-from fedleak.federation.workload import divide, read_data
 from fedleak.models import LanguageModel, loading
 from fedleak.models.parameter_selection import select
 from fedleak.store.run import Run

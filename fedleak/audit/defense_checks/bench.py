@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from fedleak import models
+from fedleak.config.federation.protection import Protection
 from fedleak.defenses import Claims, Defense, TrustedAggregator
 from fedleak.defenses.clip import norm_of
-from fedleak.federation.protection import Protection
 from fedleak.models import CLASSIFICATION, LanguageModel, pad
 from fedleak.training.local import local_update_
 from fedleak.training.observation import ClientUpdate, UpdateKind

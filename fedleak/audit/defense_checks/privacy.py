@@ -9,16 +9,15 @@ from pydantic import TypeAdapter
 from fedleak.audit.defense_checks.bench import Bench, Test
 from fedleak.audit.privacy.canaries import ALARM
 from fedleak.config.experiment import Experiment
+from fedleak.config.federation.canaries import ClientCanaries, client_canaries, sent_sizes
+from fedleak.config.federation.protection import Protection
 from fedleak.config.tables import CanaryTable
 from fedleak.defenses import TrustedAggregator
-from fedleak.federation.canaries import ClientCanaries, client_canaries, sent_sizes
-from fedleak.federation.protection import Protection
-from fedleak.privacy import lower_bounds
-from fedleak.privacy.canaries import most_canaries
-from fedleak.training import privacy
 from fedleak.training.batches import passes
 from fedleak.training.observation import ClientUpdate, UpdateKind
-from fedleak.training.privacy import Event
+from fedleak.training.privacy import accounting, lower_bounds
+from fedleak.training.privacy.accounting import Event
+from fedleak.training.privacy.canaries import most_canaries
 
 CANARIES, COPIES, UPDATES = 64, 4, 4
 """Canaries of an update; canaries if each is in a copy of its own, to which the defense is applied;
@@ -36,7 +35,7 @@ def guarantees(bench: Bench) -> Iterator[Test]:
     def epsilon(events: Sequence[Event | None]) -> float:
         return sum(
             spent.epsilon
-            for spent in privacy.compose([event for event in events if event], 1e-5, "rdp")
+            for spent in accounting.compose([event for event in events if event], 1e-5, "rdp")
         )
 
     noted = first and TypeAdapter(Event).validate_python(asdict(first))  # as the ledger does
@@ -107,7 +106,7 @@ def measured(bench: Bench, experiment: Experiment, client: int) -> Iterator[Test
     apart = 2.0 if event.neighbouring.startswith("replace") else 1.0
     bound = lower_bounds.gaussian_bound(inside, ALARM, delta, per_score=apart)
     step = replace(event, steps=1, sampling_rate=1.0, sampling="none", disjoint=None)
-    (spent,) = privacy.compose([step], delta, privacy.BOTH_ACCOUNTANTS)
+    (spent,) = accounting.compose([step], delta, accounting.BOTH_ACCOUNTANTS)
     yield (
         f"a step without sampling spends no more than epsilon {spent.epsilon:.4g} at delta "
         f"{delta:g}",

@@ -8,9 +8,9 @@ from itertools import chain
 
 from fedleak.audit.defense_checks.bench import Bench, Test
 from fedleak.audit.metrics.noise import UNLIKELY
-from fedleak.privacy.sampling import least_likely
 from fedleak.training.batches import passes, round_batch
 from fedleak.training.observation import UpdateKind
+from fedleak.training.privacy.sampling import least_likely
 from fedleak.training.settings import LocalTraining
 from fedleak.util.rng import stream_seed
 

@@ -6,9 +6,9 @@ from fedleak.audit.gate.check import Check, Outcome
 from fedleak.audit.gate.evidence import NOTHING, Evidence, gather, recounted
 from fedleak.audit.gate.limits import LEAKS, limit_checks
 from fedleak.audit.vault import text_count
+from fedleak.config.federation.lookup import captures_of, client_sizes, most_examples
+from fedleak.config.federation.schedule import clients_of_round
 from fedleak.config.tables import GateTable
-from fedleak.federation.lookup import captures_of, client_sizes, most_examples
-from fedleak.federation.schedule import clients_of_round
 from fedleak.store.records import LeakageRow
 from fedleak.store.run import EVERYONE, Key, Run
 

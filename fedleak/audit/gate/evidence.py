@@ -16,7 +16,7 @@ from fedleak.audit.gaps import NAMED
 from fedleak.audit.gate.check import Check, untold
 from fedleak.audit.worst_case import worst_case
 from fedleak.config.experiment import Experiment
-from fedleak.federation.schedule import expected_captures
+from fedleak.config.federation.schedule import expected_captures
 from fedleak.store.lines import Record
 from fedleak.store.provenance import unsealed
 from fedleak.store.records import Answer, LeakageRow, ScoredRows, TextScore

@@ -10,11 +10,11 @@ from fedleak.audit.gate.check import Check, compared, untold
 from fedleak.audit.gate.evidence import Evidence
 from fedleak.audit.kept_texts import read_held_out
 from fedleak.audit.metrics.utility import evaluate
+from fedleak.config.federation.schedule import updates
 from fedleak.config.tables import GateTable
-from fedleak.federation.schedule import updates
 from fedleak.models import loading
 from fedleak.store.summaries import CanarySummary, Estimate, MeanOfClients, RunSummary, WorstCase
-from fedleak.training.privacy import NONE
+from fedleak.training.privacy.accounting import NONE
 from fedleak.util.errors import FedleakError
 from fedleak.util.lists import first_of
 

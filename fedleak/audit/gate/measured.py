@@ -11,9 +11,9 @@ from fedleak.audit.gate.limits import NAMED, SEQUENCES, Case, worst_cases
 from fedleak.audit.metrics import intervals
 from fedleak.audit.vault import text_count
 from fedleak.config.components import listed_as
+from fedleak.config.federation.lookup import absent, captures_of
+from fedleak.config.federation.schedule import captures_made
 from fedleak.config.tables import CANARY_OF_EVERY_CLIENT, GateTable
-from fedleak.federation.lookup import absent, captures_of
-from fedleak.federation.schedule import captures_made
 from fedleak.store.records import UNSCORED, LeakageRow, text_counts
 from fedleak.store.run import EVERYONE, Key
 from fedleak.store.summaries import SURE

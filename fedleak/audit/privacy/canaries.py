@@ -28,20 +28,20 @@ from fedleak.audit.gaps import Gaps
 from fedleak.audit.score_files import Recorded
 from fedleak.audit.vault import read_truth, summed_clients, weight
 from fedleak.config.experiment import Experiment
-from fedleak.federation import canaries
-from fedleak.privacy.canaries import Floats, log_ratios, scores
-from fedleak.privacy.lower_bounds import (
+from fedleak.config.federation import canaries
+from fedleak.store.records import CanaryRow, Epsilon, LedgerRow
+from fedleak.store.run import EVERYONE, Capture, Key, Run
+from fedleak.store.summaries import CanaryBound, CanarySummary
+from fedleak.training.observation import ClientUpdate, UpdateKind
+from fedleak.training.planted import DUMMIES
+from fedleak.training.privacy import accounting
+from fedleak.training.privacy.canaries import Floats, log_ratios, scores
+from fedleak.training.privacy.lower_bounds import (
     UNBOUNDED_MU,
     gaussian_bound,
     gaussian_epsilon,
     lower_bounds,
 )
-from fedleak.store.records import CanaryRow, Epsilon, LedgerRow
-from fedleak.store.run import EVERYONE, Capture, Key, Run
-from fedleak.store.summaries import CanaryBound, CanarySummary
-from fedleak.training import privacy
-from fedleak.training.observation import ClientUpdate, UpdateKind
-from fedleak.training.planted import DUMMIES
 from fedleak.training.truth import GroundTruth
 from fedleak.util.errors import CaptureError
 from fedleak.util.finite import all_finite
@@ -178,7 +178,7 @@ class Tally:
     @property
     def epsilon(self) -> Epsilon:
         """The epsilon of its ledger."""
-        return privacy.NONE if self.ledger is None else self.ledger.epsilon
+        return accounting.NONE if self.ledger is None else self.ledger.epsilon
 
     @property
     def least_epsilon(self) -> float:
@@ -188,7 +188,7 @@ class Tally:
         assert row.delta is not None
         if not row.uses:  # an older version did not write them down
             return float(row.epsilon)
-        return privacy.epsilon(row.uses, row.delta, privacy.BOTH_ACCOUNTANTS)
+        return accounting.epsilon(row.uses, row.delta, accounting.BOTH_ACCOUNTANTS)
 
     @property
     def mu(self) -> float:
@@ -239,7 +239,7 @@ def tallies(rows: Iterable[CanaryRow], ledger: Sequence[LedgerRow]) -> list[Tall
     for client, own in sorted(grouped(rows, lambda row: row.client).items()):
         unit = "client" if own[0].whole else "example"
         ledger_row = spent.get((client, max(row.round for row in own), unit))
-        announced = ledger_row is not None and ledger_row.epsilon != privacy.NONE
+        announced = ledger_row is not None and ledger_row.epsilon != accounting.NONE
         tallied.append(Tally(client, tuple(own), ledger_row if announced else None))
     return tallied
 
@@ -318,7 +318,11 @@ def _bound(cell: Sequence[Tally], alpha: float, delta: float) -> CanaryBound:
 def _accounted(cell: Sequence[Tally]) -> Epsilon:
     """Returns the weakest guarantee of a cell's clients."""
     epsilons = [tally.epsilon for tally in cell]
-    return privacy.NONE if privacy.NONE in epsilons else max(float(epsilon) for epsilon in epsilons)
+    return (
+        accounting.NONE
+        if accounting.NONE in epsilons
+        else max(float(epsilon) for epsilon in epsilons)
+    )
 
 
 def _contradiction(cell: Sequence[Tally], alpha: float, delta: float) -> str | None:
@@ -327,7 +331,7 @@ def _contradiction(cell: Sequence[Tally], alpha: float, delta: float) -> str | N
     The bound is compared with the smallest epsilon that an accountant gives for what the ledger
     counts: it holds if the mechanism does what the ledger says.
     """
-    if _accounted(cell) == privacy.NONE:
+    if _accounted(cell) == accounting.NONE:
         return None
     accounted = max(tally.least_epsilon for tally in cell)
     shown = _bound(cell, alpha, delta)

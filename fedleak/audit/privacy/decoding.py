@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedleak.federation.secrets import Secret
+from fedleak.config.federation.secrets import Secret
 from fedleak.models import LanguageModel, pad
 from fedleak.util.lists import grouped
 

@@ -10,13 +10,13 @@ from pydantic import BaseModel, model_validator
 from fedleak import defenses
 from fedleak.audit.gaps import Gaps
 from fedleak.config.experiment import Experiment
-from fedleak.federation.lookup import client_sizes, dropped_out
-from fedleak.federation.schedule import clients_of_round, key_of_sum
-from fedleak.privacy.sampling import least_likely
+from fedleak.config.federation.lookup import client_sizes, dropped_out
+from fedleak.config.federation.schedule import clients_of_round, key_of_sum
 from fedleak.store.records import DefenseFigures, DefenseRow, Guarantee, LedgerRow
 from fedleak.store.run import Key, Run
-from fedleak.training import privacy
-from fedleak.training.privacy import Event, Spent
+from fedleak.training.privacy import accounting
+from fedleak.training.privacy.accounting import Event, Spent
+from fedleak.training.privacy.sampling import least_likely
 from fedleak.util.lists import grouped
 
 UNLIKELY = 1e-6
@@ -94,8 +94,8 @@ def ledger(
             counted[client] += 1
             times = counted[client]
             exact = times <= EXACT or times.bit_count() == 1 or round == last.get(client)
-            accountant = table.accountant if exact else privacy.FAST_ACCOUNTANT
-            spent = privacy.compose(events[client], table.delta, accountant)
+            accountant = table.accountant if exact else accounting.FAST_ACCOUNTANT
+            spent = accounting.compose(events[client], table.delta, accountant)
             rows += [_ledger_row(key, spending, accountant) for spending in spent] or [
                 LedgerRow.nothing_guaranteed(key)
             ]
@@ -121,7 +121,7 @@ def _never_above_later(rows: Sequence[LedgerRow]) -> list[LedgerRow]:
     smallest: dict[tuple[int, str], float] = {}
     bounded = []
     for row in reversed(rows):
-        if row.epsilon != privacy.NONE:
+        if row.epsilon != accounting.NONE:
             unit = row.client, row.unit
             smallest[unit] = min(float(row.epsilon), smallest.get(unit, math.inf))
             row = row.model_copy(update={"epsilon": smallest[unit]})
@@ -138,8 +138,8 @@ def _of_users(
         of_examples = [event for event in own if event.unit == "example"]
         if of_examples and sizes is not None:
             batch_size = experiment.local_training.batch_size
-            of_all = privacy.of_all_examples(of_examples, sizes[client], batch_size)
-            (together,) = privacy.compose(of_all, table.delta, "rdp")
+            of_all = accounting.of_all_examples(of_examples, sizes[client], batch_size)
+            (together,) = accounting.compose(of_all, table.delta, "rdp")
             spent[client] = together.epsilon
     if spent:
         client = max(spent, key=lambda client: spent[client])
@@ -205,7 +205,7 @@ def _large_delta(
 def _ledger_row(key: Key, spent: Spent, accountant: str) -> LedgerRow:
     return LedgerRow(
         **key._asdict(),
-        epsilon=spent.epsilon if math.isfinite(spent.epsilon) else privacy.NONE,
+        epsilon=spent.epsilon if math.isfinite(spent.epsilon) else accounting.NONE,
         delta=spent.delta,
         accountant=accountant,
         unit=spent.of.unit,
@@ -226,7 +226,7 @@ def guarantee(rows: Sequence[LedgerRow]) -> Guarantee | None:
     last = {(row.client, row.unit): row for row in rows}
 
     def size(row: LedgerRow) -> float:
-        return math.inf if row.epsilon == privacy.NONE else float(row.epsilon)
+        return math.inf if row.epsilon == accounting.NONE else float(row.epsilon)
 
     of_client = [
         min((row for row in last.values() if row.client == client), key=size)

@@ -28,7 +28,6 @@ from fedleak.audit.metrics import intervals
 from fedleak.audit.privacy.candidates import questions
 from fedleak.config.experiment import Experiment
 from fedleak.models import CAUSAL_LM
-from fedleak.privacy import lower_bounds
 from fedleak.store.records import Answer, MembershipRow
 from fedleak.store.run import EVERYONE, Key
 from fedleak.store.summaries import (
@@ -39,6 +38,7 @@ from fedleak.store.summaries import (
     RocPoint,
     RoundFigure,
 )
+from fedleak.training.privacy import lower_bounds
 from fedleak.training.truth import GroundTruth
 from fedleak.util.lists import grouped
 

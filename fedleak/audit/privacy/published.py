@@ -27,7 +27,7 @@ from fedleak.audit.kept_texts import read_held_out
 from fedleak.audit.privacy import decoding
 from fedleak.audit.privacy.membership import shares_won
 from fedleak.config.experiment import Experiment
-from fedleak.federation.secrets import secrets
+from fedleak.config.federation.secrets import secrets
 from fedleak.models import loading
 from fedleak.store import summaries
 from fedleak.store.records import PUBLISHED, PublishedRow

@@ -12,7 +12,7 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedleak import models
-from fedleak.federation.canaries import client_canaries
+from fedleak.config.federation.canaries import client_canaries
 from fedleak.flower.arrays import taken_tensors
 from fedleak.flower.client.context import refuse_another_run, work_of
 from fedleak.flower.client.masking import mask

@@ -13,9 +13,9 @@ import torch
 from flwr.app import ConfigRecord, Context, Message
 
 from fedleak.config.experiment import Experiment
-from fedleak.federation.assignment import Assignment
-from fedleak.federation.protection import Protection, protection
-from fedleak.federation.workload import Workload, divide, own_workload, read_data
+from fedleak.config.federation.assignment import Assignment
+from fedleak.config.federation.protection import Protection, protection
+from fedleak.config.federation.workload import Workload, divide, own_workload, read_data
 from fedleak.models import LanguageModel, loading
 from fedleak.store.run import Key, Run
 from fedleak.util.errors import ConfigError

@@ -6,7 +6,7 @@ from flwr.common import Code, FitRes, Status, ndarrays_to_parameters
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS
 from flwr.compat.common.recorddict_compat import fitres_to_recorddict
 
-from fedleak.federation.protection import protocol_of
+from fedleak.config.federation.protection import protocol_of
 from fedleak.flower.client.context import work_of
 from fedleak.flower.client.mods import Next
 from fedleak.flower.client.outgoing import Outgoing

@@ -27,7 +27,7 @@ Next = Callable[[Message, Context], Message]
 CLIENT_FAILED = 2
 """Flower's code of an error in a client's app."""
 
-TRAVELS = ("fedleak.flower.client", "fedleak.federation.assignment")
+TRAVELS = ("fedleak.flower.client", "fedleak.config.federation.assignment")
 """Modules whose errors the server may read: they quote neither a text nor what the server sent."""
 
 OPENS = {"fedleak.data": "data", "fedleak.models.loading": "model"}

@@ -6,7 +6,7 @@ from typing import Any
 
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 
-from fedleak.federation.canaries import ClientCanaries
+from fedleak.config.federation.canaries import ClientCanaries
 from fedleak.flower.arrays import to_array
 from fedleak.store.run import Key
 from fedleak.training.observation import ClientUpdate

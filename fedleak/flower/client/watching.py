@@ -13,10 +13,10 @@ from torch import Tensor
 
 from fedleak import models
 from fedleak.config.experiment import Experiment
+from fedleak.config.federation.protection import Protection
+from fedleak.config.federation.watching import watch
 from fedleak.defenses import TrustedAggregator
 from fedleak.detectors import REFUSAL, Broadcast, Movement, Own
-from fedleak.federation.protection import Protection
-from fedleak.federation.watching import watch
 from fedleak.flower.client.context import Work
 from fedleak.models import LanguageModel, loading
 from fedleak.store.files import plain

@@ -15,9 +15,9 @@ from fedleak.audit import scoring
 from fedleak.audit.gaps import refuse_gaps
 from fedleak.audit.metrics.utility import evaluate
 from fedleak.config.experiment import Experiment
-from fedleak.federation.assignment import Assignment
-from fedleak.federation.lookup import captures_of, client_sizes, of_app
-from fedleak.federation.protection import protection, protocol_of
+from fedleak.config.federation.assignment import Assignment
+from fedleak.config.federation.lookup import captures_of, client_sizes, of_app
+from fedleak.config.federation.protection import protection, protocol_of
 from fedleak.flower.arrays import to_record
 from fedleak.flower.server.capturing_grid import AT_ONCE, CapturingGrid
 from fedleak.flower.server.replies import RefusedError, claimed_client, client_error

@@ -19,11 +19,11 @@ from flwr.server.workflow.constant import MAIN_CONFIGS_RECORD, MAIN_PARAMS_RECOR
 from flwr.server.workflow.constant import Key as WorkflowKey
 from flwr.serverapp import Grid
 
+from fedleak.config.federation.lookup import most_examples, note_dropped_out
 from fedleak.config.sent_parameters import sent_by
 from fedleak.defenses import TrustedAggregator
 from fedleak.defenses.secure_sum import MODULUS, SecureSum
 from fedleak.detectors import REFUSED
-from fedleak.federation.lookup import most_examples, note_dropped_out
 from fedleak.flower.server.replies import RefusedError, client_error, whole_number
 from fedleak.flower.server.strategy import CuriousServer, quoted
 from fedleak.training.observation import ClientUpdate

@@ -8,28 +8,28 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedleak import models
+from fedleak.attacks.server_modes import ServerMode, changed_state
 from fedleak.audit.kept_texts import read_held_out
 from fedleak.config.experiment import Experiment
-from fedleak.config.sent_parameters import sent_by
-from fedleak.config.stored_parameters import stored_parameters
-from fedleak.defenses import Noises, TrustedAggregator
-from fedleak.detectors import REFUSED
-from fedleak.federation.assignment import Assignment
-from fedleak.federation.canaries import differences_of_sum
-from fedleak.federation.lookup import (
+from fedleak.config.federation.assignment import Assignment
+from fedleak.config.federation.canaries import differences_of_sum
+from fedleak.config.federation.lookup import (
     absent,
     aggregator_in,
     most_examples,
     note_aggregator,
     note_dropped_out,
 )
-from fedleak.federation.protection import aggregator_of
-from fedleak.federation.schedule import clients_of_round, key_of_sum, rounds_attacked, target
+from fedleak.config.federation.protection import aggregator_of
+from fedleak.config.federation.schedule import clients_of_round, key_of_sum, rounds_attacked, target
+from fedleak.config.sent_parameters import sent_by
+from fedleak.config.stored_parameters import stored_parameters
+from fedleak.defenses import Noises, TrustedAggregator
+from fedleak.detectors import REFUSED
 from fedleak.flower.arrays import to_array, to_record
 from fedleak.flower.server.replies import RefusedError, client_error, take_update
 from fedleak.flower.server.round_sum import Beside, RoundSum
 from fedleak.models import CLASSIFICATION, LanguageModel
-from fedleak.server_modes import ServerMode, changed_state
 from fedleak.store.run import Capture, Key, Run
 from fedleak.training.aggregation import WeightedSum, aggregate, difference, taken_out
 from fedleak.training.observation import ClientUpdate, Knowledge, UpdateKind

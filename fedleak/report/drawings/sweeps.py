@@ -19,7 +19,7 @@ from fedleak.report.drawings.chart import MEASURES, Chart, Measure, Row, Series
 from fedleak.report.tables.sweep import UTILITIES, utility, utility_measure
 from fedleak.report.words import in_words, short_key
 from fedleak.store.summaries import AttackSummary, CellSummary, SweepSummary
-from fedleak.training.privacy import NONE
+from fedleak.training.privacy.accounting import NONE
 from fedleak.util.sanitise import printable
 
 APART = 0.5

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from fedleak.audit.answer_scores import Scored, TextPair
 from fedleak.audit.defense_checks import FINDINGS
 from fedleak.config.experiment import Experiment
-from fedleak.federation.lookup import stored
+from fedleak.config.federation.lookup import stored
 from fedleak.models import LanguageModel
 from fedleak.models.loading import outline
 from fedleak.report.html import pictures
@@ -36,7 +36,7 @@ from fedleak.store.records import (
 )
 from fedleak.store.run import Key, Run
 from fedleak.store.summaries import SUMMARY, RunSummary
-from fedleak.training.privacy import NONE
+from fedleak.training.privacy.accounting import NONE
 from fedleak.util.errors import FedleakError
 from fedleak.util.lists import first_of
 from fedleak.util.nested import mapped

@@ -21,7 +21,7 @@ from fedleak.report.words import (
     starred,
 )
 from fedleak.store.summaries import CellSummary, SweepSummary
-from fedleak.training.privacy import NONE
+from fedleak.training.privacy.accounting import NONE
 
 READ = ("exact_match", "rougeL", "control_rougeL", "token_recall")
 """Figures of what was read in a cell."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from fedleak.attacks.reconstruction import Status
 from fedleak.audit.metrics.intervals import wilson
 from fedleak.config.experiment import Experiment
-from fedleak.federation.lookup import stored
-from fedleak.federation.schedule import captures_made
+from fedleak.config.federation.lookup import stored
+from fedleak.config.federation.schedule import captures_made
 from fedleak.report.html.page import Entry, Level, Verdict
 from fedleak.report.tables.leakage import ReadShare, shares
 from fedleak.report.tables.membership import who_was_in
@@ -25,7 +25,7 @@ from fedleak.store.summaries import (
     WorstCase,
 )
 from fedleak.training.observation import GRANTABLE, Sight
-from fedleak.training.privacy import NONE
+from fedleak.training.privacy.accounting import NONE
 
 WORDS_KNOWN, ORDER_UNKNOWN = 0.9, 0.5
 """Words are known if at least this share of tokens is found; their order is not if less than this

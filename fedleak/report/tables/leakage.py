@@ -9,7 +9,7 @@ from fedleak.report.table import Cell, Column, Row, Table, Tone, cells, figures,
 from fedleak.report.words import NOT_MEASURED, number, percent
 from fedleak.store.records import LeakageRow, LedgerRow
 from fedleak.store.run import EVERYONE, Key
-from fedleak.training.privacy import NONE
+from fedleak.training.privacy.accounting import NONE
 from fedleak.util.lists import grouped
 
 CHANGED = "server_mode"

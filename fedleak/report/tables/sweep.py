@@ -18,7 +18,7 @@ from fedleak.report.words import (
     warnings,
 )
 from fedleak.store.summaries import AttackSummary, CellSummary, Estimate, SweepSummary
-from fedleak.training.privacy import NONE
+from fedleak.training.privacy.accounting import NONE
 from fedleak.util.sanitise import printable
 
 UTILITIES = {"mcc": "MCC", "perplexity": "perplexity"}

@@ -8,8 +8,8 @@ from rich.table import Table
 from fedleak.audit.explanation import Applicability, Explanation
 from fedleak.config import presets
 from fedleak.config.experiment import Experiment
+from fedleak.config.federation import schedule
 from fedleak.defenses.secure_sum import hidden_among
-from fedleak.federation import schedule
 from fedleak.report.words import MALICIOUS, counted, in_words
 from fedleak.util.sanitise import markup
 

@@ -13,10 +13,10 @@ from fedleak.audit.defense_checks import Finding
 from fedleak.audit.gate.judge import chosen, judge
 from fedleak.audit.vault import text_count
 from fedleak.config.experiment import Experiment
+from fedleak.config.federation.lookup import captures_of, run_folder, stored
+from fedleak.config.federation.workload import outline
 from fedleak.config.loading import changed
 from fedleak.config.tables import WorkersTable
-from fedleak.federation.lookup import captures_of, run_folder, stored
-from fedleak.federation.workload import outline
 from fedleak.report.html.page import Verdict
 from fedleak.report.html.render import render
 from fedleak.report.html.run_page import run_page

@@ -11,10 +11,10 @@ from fedleak.audit.metrics import intervals
 from fedleak.config import checks, families, loading
 from fedleak.config.experiment import Experiment
 from fedleak.config.families import FamilyTable, Setting
+from fedleak.config.federation.lookup import client_sizes, most_examples
+from fedleak.config.federation.schedule import expected_captures
+from fedleak.config.federation.workload import outline
 from fedleak.config.loading import parse
-from fedleak.federation.lookup import client_sizes, most_examples
-from fedleak.federation.schedule import expected_captures
-from fedleak.federation.workload import outline
 from fedleak.models import LanguageModel
 from fedleak.report.words import in_words
 from fedleak.running import preparation

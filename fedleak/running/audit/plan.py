@@ -14,8 +14,8 @@ from fedleak.audit.positive_control import COPIES, is_undefended
 from fedleak.config import checks
 from fedleak.config.components import listed_as
 from fedleak.config.experiment import Experiment
+from fedleak.config.federation.schedule import expected_captures
 from fedleak.config.loading import changed
-from fedleak.federation.schedule import expected_captures
 from fedleak.models import LanguageModel
 from fedleak.report.words import counted, listed
 from fedleak.running.audit.rehearsal import timed

@@ -26,10 +26,10 @@ from fedleak.audit.metrics import intervals
 from fedleak.audit.positive_control import COPIES, is_undefended
 from fedleak.config.experiment import Experiment
 from fedleak.config.families import FAMILY
+from fedleak.config.federation.lookup import captures_of, client_sizes, stored
+from fedleak.config.federation.schedule import expected_captures
+from fedleak.config.federation.workload import outline
 from fedleak.config.tables import GateTable
-from fedleak.federation.lookup import captures_of, client_sizes, stored
-from fedleak.federation.schedule import expected_captures
-from fedleak.federation.workload import outline
 from fedleak.report.words import counted
 from fedleak.running import pipeline, preparation
 from fedleak.running import sweep as sweeps

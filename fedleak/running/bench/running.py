@@ -21,8 +21,8 @@ from fedleak.audit.summary import attack_summary
 from fedleak.audit.worst_case import worst_case
 from fedleak.config.checks import attack_settings
 from fedleak.config.components import NamedAttack, build_attack
-from fedleak.federation.lookup import captures_of
-from fedleak.federation.workload import divide, outline, read_data
+from fedleak.config.federation.lookup import captures_of
+from fedleak.config.federation.workload import divide, outline, read_data
 from fedleak.running import preparation
 from fedleak.running import sweep as sweeps
 from fedleak.running.bench import results

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from fedleak.attacks import Batched, is_slow
 from fedleak.config.components import NamedAttack
-from fedleak.federation.lookup import absent
+from fedleak.config.federation.lookup import absent
 from fedleak.store.run import Key, Run
 from fedleak.store.shards import Shard
 

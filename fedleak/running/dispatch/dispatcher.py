@@ -13,7 +13,7 @@ from fedleak.audit.answered import answered
 from fedleak.audit.grants import knowledge
 from fedleak.audit.kept_texts import read_candidates
 from fedleak.config.experiment import Experiment
-from fedleak.federation.schedule import captures_made, expected_captures
+from fedleak.config.federation.schedule import captures_made, expected_captures
 from fedleak.running.dispatch.agenda import Agenda, Arrivals, Work, groups, part_of
 from fedleak.running.dispatch.progress import Finished, Pace, RunProgress, UnderWay
 from fedleak.running.dispatch.retention import Retention

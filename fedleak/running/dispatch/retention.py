@@ -7,7 +7,7 @@ from itertools import chain
 
 from fedleak.attacks.reconstruction import Status
 from fedleak.config.experiment import Experiment
-from fedleak.federation.lookup import stored
+from fedleak.config.federation.lookup import stored
 from fedleak.store.records import Answer
 from fedleak.store.run import Key, Run
 from fedleak.store.shards import shares

@@ -9,10 +9,10 @@ import torch
 from fedleak.attacks import AttackSetting
 from fedleak.attacks.imprinted.adapters import AdapterImprintReader, Looked, _linked, _looked
 from fedleak.attacks.reconstruction import Status
+from fedleak.attacks.server_modes import ModeSetting
+from fedleak.attacks.server_modes.adapter_imprint import AdapterImprint, adapters
 from fedleak.models import load_parameters_
 from fedleak.models.lora import Lora, adapt_
-from fedleak.server_modes import ModeSetting
-from fedleak.server_modes.adapter_imprint import AdapterImprint, adapters
 from fedleak.training.observation import UpdateKind
 from fedleak.training.settings import LocalTraining
 from fedleak.util.rng import stream

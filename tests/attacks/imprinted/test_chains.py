@@ -11,9 +11,9 @@ from fedleak.attacks.imprinted.attack import ImprintReader
 from fedleak.attacks.imprinted.bins import Words, read_bins
 from fedleak.attacks.imprinted.chains import Chains
 from fedleak.attacks.reconstruction import Status
+from fedleak.attacks.server_modes import sectors
+from fedleak.attacks.server_modes.imprint import Imprint
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, load_parameters_, pad
-from fedleak.server_modes import sectors
-from fedleak.server_modes.imprint import Imprint
 from fedleak.util.rng import stream
 
 FAMILIES = ["gpt2", "llama"]

@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from fedleak.attacks import AttackSetting
 from fedleak.attacks.imprinted.decepticons import DecepticonsReader
 from fedleak.attacks.reconstruction import Status
+from fedleak.attacks.server_modes import ModeSetting
+from fedleak.attacks.server_modes.decepticons import Decepticons, blocks, planted
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, load_parameters_, pad
-from fedleak.server_modes import ModeSetting
-from fedleak.server_modes.decepticons import Decepticons, blocks, planted
 from fedleak.training.observation import UpdateKind
 from fedleak.training.settings import LocalTraining
 from fedleak.util.rng import stream

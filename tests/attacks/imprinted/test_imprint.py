@@ -16,11 +16,11 @@ from fedleak.attacks.imprinted.checksum import Checksum, read_texts
 from fedleak.attacks.imprinted.slots import _Inputs
 from fedleak.attacks.imprinted.tags import Tags, without_mixtures
 from fedleak.attacks.reconstruction import Status
+from fedleak.attacks.server_modes.imprint import Imprint, planted
 from fedleak.detectors.parallel_rows import ParallelRows
 from fedleak.detectors.rank import Rank
 from fedleak.detectors.zeros import Zeros
 from fedleak.models import CLASSIFICATION, ModelSpec, load_parameters_, loading
-from fedleak.server_modes.imprint import Imprint, planted
 from fedleak.training.observation import UpdateKind
 from fedleak.util.rng import stream
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedleak.privacy.canaries import Canaries, Floats, Tensors
-from fedleak.privacy.lower_bounds import Bounds, gaussian_bound, gaussian_epsilon
-from fedleak.privacy.own_training import WithDummies, bounds, directions, flip
-from fedleak.privacy.sampling import least_likely
+from fedleak.training.privacy.canaries import Canaries, Floats, Tensors
+from fedleak.training.privacy.lower_bounds import Bounds, gaussian_bound, gaussian_epsilon
+from fedleak.training.privacy.own_training import WithDummies, bounds, directions, flip
+from fedleak.training.privacy.sampling import least_likely
 from fedleak.util.errors import ConfigError
 
 ALARM = 0.001

@@ -8,9 +8,15 @@ from typing import NamedTuple
 from fedleak import data
 from fedleak.config import checks
 from fedleak.config.experiment import Experiment
-from fedleak.federation.protection import protection
-from fedleak.federation.schedule import clients_of_round, expected_captures, target
-from fedleak.federation.workload import Workload, divide, outline, read_data, unknown_fraction
+from fedleak.config.federation.protection import protection
+from fedleak.config.federation.schedule import clients_of_round, expected_captures, target
+from fedleak.config.federation.workload import (
+    Workload,
+    divide,
+    outline,
+    read_data,
+    unknown_fraction,
+)
 from fedleak.models import LanguageModel
 from fedleak.util.errors import ConfigError
 

@@ -13,8 +13,8 @@ such a round is attacked at the model that its target was sent; without a target
 sent the same, and each update, or the sum, is captured. The honest model stays in `models/` of the
 run directory, and the one that was sent stands beside it. A mode knows neither Flower nor the run
 directory. An attack that reads what a mode has planted may import the mode's file. `fedleak list`
-prints the first line of the docstring, and `tests/server_modes/test_contract.py` picks up every
-mode that is here.
+prints the first line of the docstring, and `tests/attacks/server_modes/test_contract.py` picks up
+every mode that is here.
 """
 
 import sys

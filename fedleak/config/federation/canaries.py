@@ -30,14 +30,14 @@ import torch
 from torch import Tensor
 
 from fedleak.config.experiment import Experiment
+from fedleak.config.federation.protection import Protection
 from fedleak.config.sent_parameters import sent_by
 from fedleak.defenses import TrustedAggregator
-from fedleak.federation.protection import Protection
 from fedleak.models import LanguageModel
-from fedleak.privacy.canaries import Canaries
 from fedleak.training.batches import Records, passes
 from fedleak.training.observation import ClientUpdate, UpdateKind
 from fedleak.training.planted import DUMMIES, Planted
+from fedleak.training.privacy.canaries import Canaries
 from fedleak.training.steps import Batch
 from fedleak.training.truth import Coins
 from fedleak.util.rng import stream, stream_seed

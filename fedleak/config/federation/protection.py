@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from fedleak.config.experiment import Experiment
+from fedleak.config.federation.schedule import rounds_of_clients
 from fedleak.defenses import Budget, Defense, TrustedAggregator, measured
 from fedleak.defenses.secure_sum import SecureSum
-from fedleak.federation.schedule import rounds_of_clients
-from fedleak.training import privacy
 from fedleak.training.observation import ClientUpdate
-from fedleak.training.privacy import Event
+from fedleak.training.privacy import accounting
+from fedleak.training.privacy.accounting import Event
 from fedleak.training.settings import LocalTraining
 from fedleak.util.errors import ConfigError, FedleakError, about
 
@@ -137,5 +137,5 @@ def protection(experiment: Experiment, client: int, num_examples: int) -> Protec
             raise ConfigError(f"defense[{number}] ({defense.kind}): {obstacle}")
     # Refuses now what the accountant could not count after training.
     events = [event for round in budget.rounds for event in client_protection.events(round)]
-    privacy.compose(events, table.delta, table.accountant)
+    accounting.compose(events, table.delta, table.accountant)
     return client_protection

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from fedleak import server_modes
+from fedleak.attacks import server_modes
+from fedleak.attacks.server_modes import ModeSetting, ServerMode, changed_state
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec, loading
 from fedleak.models.lora import Lora
-from fedleak.server_modes import ModeSetting, ServerMode, changed_state
 from fedleak.training.local import local_update_
 from fedleak.training.observation import Example, UpdateKind
 from fedleak.training.recipe import Recipe

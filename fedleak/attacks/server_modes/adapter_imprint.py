@@ -30,9 +30,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from fedleak.attacks.server_modes import ModeSetting, ServerMode
 from fedleak.models import LanguageModel, pad
 from fedleak.models.family import ModelFamily, lora_a, lora_b
-from fedleak.server_modes import ModeSetting, ServerMode
 from fedleak.training.observation import Example
 
 _STEPS = 300

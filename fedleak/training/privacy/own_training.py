@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedleak.privacy.canaries import (
+from fedleak.training.privacy.canaries import (
     FEWEST_NUMBERS,
     MOST_NUMBERS,
     Canaries,
@@ -20,7 +20,7 @@ from fedleak.privacy.canaries import (
     log_ratios,
     most_canaries,
 )
-from fedleak.privacy.lower_bounds import UNBOUNDED_MU, Bounds, lower_bounds
+from fedleak.training.privacy.lower_bounds import UNBOUNDED_MU, Bounds, lower_bounds
 from fedleak.util.errors import ConfigError
 from fedleak.util.rng import stream_seed
 

@@ -5,12 +5,12 @@ import torch
 from torch.nn import functional as F
 
 from fedleak.attacks.reconstruction import Status
+from fedleak.attacks.server_modes import ModeSetting
+from fedleak.attacks.server_modes.imprint import Imprint, planted
 from fedleak.config.loading import parse
 from fedleak.flower.engines import train
 from fedleak.models import CAUSAL_LM, load_parameters_, pad
 from fedleak.running import pipeline, preparation
-from fedleak.server_modes import ModeSetting
-from fedleak.server_modes.imprint import Imprint, planted
 from fedleak.store.records import LEAKAGE
 from fedleak.training.observation import UpdateKind
 from fedleak.training.settings import LocalTraining

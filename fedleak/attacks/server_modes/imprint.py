@@ -31,8 +31,8 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedleak.attacks.server_modes import ModeSetting, ServerMode, sectors
 from fedleak.models import LanguageModel
-from fedleak.server_modes import ModeSetting, ServerMode, sectors
 from fedleak.training.observation import Example
 
 

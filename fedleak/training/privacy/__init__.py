@@ -4,7 +4,7 @@ It needs NumPy, and SciPy for `bounds`. What trains may be Opacus, Flower or any
 an update be changed.
 
 >>> import numpy as np
->>> from fedleak import privacy
+>>> from fedleak.training import privacy
 >>> coins = privacy.flip(64)
 >>> update = {"weights": np.random.normal(size=100_000)}  # noise of standard deviation 1
 >>> canaries = privacy.directions(update, 64, seed=1)
@@ -14,10 +14,10 @@ an update be changed.
 True
 """
 
-from fedleak.privacy.audit import Audit, Findings
-from fedleak.privacy.canaries import Canaries
-from fedleak.privacy.lower_bounds import Bounds
-from fedleak.privacy.own_training import WithDummies, bounds, directions, flip
+from fedleak.training.privacy.audit import Audit, Findings
+from fedleak.training.privacy.canaries import Canaries
+from fedleak.training.privacy.lower_bounds import Bounds
+from fedleak.training.privacy.own_training import WithDummies, bounds, directions, flip
 
 __all__ = [
     "Audit",

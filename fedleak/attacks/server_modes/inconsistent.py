@@ -14,8 +14,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from fedleak.attacks.server_modes import ModeSetting, ServerMode
 from fedleak.models import LanguageModel
-from fedleak.server_modes import ModeSetting, ServerMode
 from fedleak.training.observation import Example
 
 _ADAPTERS = (".lora_A.", ".lora_B.")

@@ -14,14 +14,16 @@ import torch
 from rich.console import Console
 from tiny import Here, call
 
-from fedleak import models, server_modes
+from fedleak import models
+from fedleak.attacks import server_modes
+from fedleak.attacks.server_modes import ServerMode
 from fedleak.audit import scoring, vault
 from fedleak.audit.comparison import compare
 from fedleak.audit.handover import take_vaults
 from fedleak.audit.positive_control import control_of, is_undefended
+from fedleak.config.federation.assignment import Assignment
+from fedleak.config.federation.schedule import expected_captures, malicious_server, target
 from fedleak.config.loading import parse
-from fedleak.federation.assignment import Assignment
-from fedleak.federation.schedule import expected_captures, malicious_server, target
 from fedleak.flower.client import app as client
 from fedleak.flower.client import masking
 from fedleak.flower.engines import train
@@ -33,7 +35,6 @@ from fedleak.running.dispatch import dispatcher
 from fedleak.running.export import export
 from fedleak.running.purge import purge
 from fedleak.running.reports import report_run
-from fedleak.server_modes import ServerMode
 from fedleak.store.captures import Captures
 from fedleak.store.records import LEAKAGE
 from fedleak.store.run import EVERYONE, Key, Run

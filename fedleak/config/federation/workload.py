@@ -7,7 +7,7 @@ from pathlib import Path
 from fedleak import data
 from fedleak.config.components import NamedAttack
 from fedleak.config.experiment import Experiment
-from fedleak.federation.secrets import secrets
+from fedleak.config.federation.secrets import secrets
 from fedleak.models import CLASSIFICATION, LanguageModel, loading, target_counts
 from fedleak.util.errors import ConfigError
 

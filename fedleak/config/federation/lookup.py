@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedleak.config.experiment import Experiment
+from fedleak.config.federation.protection import aggregator_of
+from fedleak.config.federation.schedule import expected_captures
 from fedleak.config.loading import load, parse
 from fedleak.defenses import TrustedAggregator
 from fedleak.defenses.central_dp import CentralDp
-from fedleak.federation.protection import aggregator_of
-from fedleak.federation.schedule import expected_captures
 from fedleak.store.run import EVERYONE, Key, Run
 from fedleak.training.observation import UpdateKind
 from fedleak.util.errors import ConfigError, FedleakError, UnknownKindError
@@ -28,7 +28,7 @@ def of_app(config: Mapping[str, object]) -> tuple[Experiment, Run]:
     Flower unpacks an app far from where it was started: a relative `experiment` is in the app. A
     relative `run-dir` is below the folder that the SuperLink was started in.
     """
-    experiment = load(Path(__file__).parents[2] / str(config["experiment"]))
+    experiment = load(Path(__file__).parents[3] / str(config["experiment"]))
     return experiment, Run(Path(str(config["run-dir"]) or run_folder(experiment.name)).absolute())
 
 

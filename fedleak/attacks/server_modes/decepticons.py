@@ -30,10 +30,10 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedleak.attacks.server_modes import ModeSetting, ServerMode
+from fedleak.attacks.server_modes.imprint import Planted, not_trained, probed, read_probe
+from fedleak.attacks.server_modes.sectors import head_size, weights
 from fedleak.models import CLASSIFICATION, LanguageModel
-from fedleak.server_modes import ModeSetting, ServerMode
-from fedleak.server_modes.imprint import Planted, not_trained, probed, read_probe
-from fedleak.server_modes.sectors import head_size, weights
 from fedleak.training.observation import Example
 
 _SKEW = 1e8

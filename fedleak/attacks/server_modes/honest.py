@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fedleak.server_modes import ServerMode
+from fedleak.attacks.server_modes import ServerMode
 
 
 @dataclass(frozen=True)
