@@ -397,7 +397,7 @@ def the_same_noise(patch):
 
 def a_ledger_that_begins_anew(patch):
     original = accounting.compose
-    patch.setattr(ledger.privacy, "compose", lambda events, *rest: original(events[-1:], *rest))
+    patch.setattr(ledger.accounting, "compose", lambda events, *rest: original(events[-1:], *rest))
 
 
 def noise_for_another_neighbour(patch):
