@@ -175,7 +175,7 @@ class Auto(OneByOne):
     """
 
     kind: ClassVar[str] = "auto"
-    version: ClassVar[int] = 26
+    version: ClassVar[int] = 27
     slow: ClassVar[bool] = True
     uses: ClassVar[frozenset[str]] = Lamp.uses | {"noise_scale"}
     seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 120.0
@@ -328,13 +328,14 @@ class _Attempt:
             return several and self._seen.knowledge.adds_up
         if isinstance(attack, StatePursuit):
             # A gradient of whole matrices has a span, with dropout, too, which tells more. Where no
-            # text is proved by it, something blurs it, or the batch fills it. Matching reads
-            # decoders with a table of positions then, and no others.
+            # text is proved by it, something blurs it, or the batch fills it. With dropout, and
+            # where numbers are missing, matching reads more of decoders with a table of positions.
             adapted = any(name.endswith(_ADAPTER) for name in self._seen.update.tensors)
             undropped = replace(self._seen.knowledge, dropout=False)
             spans = certificate.is_linear(replace(self._seen, knowledge=undropped)) and not adapted
             rotary = self._model.family.position_embedding is None
-            return not spans or (rotary and self.rest is self._seen)
+            whole = certificate.is_linear(self._seen) and not self._lacks_numbers()
+            return not spans or (self.rest is self._seen and (rotary or whole))
         if isinstance(attack, MaximumLikelihood):
             # Where there is no noise the others prove what they read.
             known = certificate.is_linear(self._seen)
@@ -345,12 +346,24 @@ class _Attempt:
     def _has_no_span(self) -> bool:
         """Whether rows are not mixes of hidden states: signs, or rounded or missing numbers.
 
-        Numbers are looked at of rotary models alone: of others no plain gradient is pursued.
+        Missing ones count of rotary models alone: `state_pursuit` reads no others then.
         """
-        seen, family = self._seen, self._model.family
-        of_layers = [name for name in seen.update.tensors if name.startswith(family.layers)]
-        whole = not of_layers or family.position_embedding is not None
-        return not (seen.knowledge.adds_up and (whole or coarseness(seen, of_layers) is EXACT))
+        seen, of_layers = self._seen, self._of_layers()
+        if not seen.knowledge.adds_up:
+            return True
+        if not of_layers or coarseness(seen, of_layers) is EXACT:
+            return False
+        return self._model.family.position_embedding is None or not self._lacks_numbers()
+
+    def _of_layers(self) -> list[str]:
+        """Returns the names of the tensors of layers."""
+        layers = self._model.family.layers
+        return [name for name in self._seen.update.tensors if name.startswith(layers)]
+
+    def _lacks_numbers(self) -> bool:
+        """Whether numbers of layers are missing."""
+        tensors = self._seen.update.tensors
+        return certificate.lacks_numbers(tensors[name] for name in self._of_layers())
 
     def _is_long(self) -> bool:
         """Whether a text is longer than a head is wide, as far as rows of positions show."""

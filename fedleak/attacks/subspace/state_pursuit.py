@@ -9,7 +9,8 @@ in orthogonal matching pursuit (Pati et al. 1993), by what their states explain 
   those of the prefix are taken out, and by what the output layer says, if it was trained. Prefixes
   are ranked by what each token explains more in the first layers, and then, of the best, in all:
   words in a wrong order explain much in the first layers and little in the last. Of that the
-  logarithm counts: otherwise rare words, which explain most, would come before their turn.
+  logarithm counts, and part of what a token explains behind any prefix is taken off: otherwise
+  rare words, which explain most, would come before their turn.
 - **Score.** A prefix may be a whole text, closed by the end token: the best of these are scored by
   their gradients, and by their log probabilities.
 - **Mending.** Single changes anywhere in a text, as long as one scores more: a token less, more or
@@ -68,6 +69,9 @@ in all layers."""
 _RANKED = 0.25
 """Weight of what speaks for a prefix where next tokens are chosen: the right one is seldom first
 before it is long."""
+
+_ANYWHERE = 0.6
+"""Share of what a token explains at most that is no reason to begin with it."""
 
 _CLOSED = 6
 """Prefixes whose gradients are computed, as those of whole texts: so many that most speaks for, and
@@ -136,7 +140,7 @@ class StatePursuit(Reader):
     """
 
     kind: ClassVar[str] = "state_pursuit"
-    version: ClassVar[int] = 7
+    version: ClassVar[int] = 8
     slow: ClassVar[bool] = True
     uses: ClassVar[frozenset[str]] = frozenset()
     width: Annotated[int, Field(ge=1)] = 12
@@ -276,6 +280,7 @@ class _Search:
         self._first = first_tokens(model)
         (self._end,) = certificate.close(model, ())
         self._known = {token for text in beside for token in text.ids}
+        self._worth_V = torch.zeros(model.vocabulary, device=self._device)
         self._beside = [torch.zeros_like(layer.sent_OI)[None] for layer in update.layers]
         for text in beside:
             _, gradients = update.gradients([text.ids])
@@ -286,8 +291,8 @@ class _Search:
         beam = self._begun()
         ended, most, stale = {ids: float(self._scores([ids])) for ids in known}, -math.inf, 0
         while True:
-            ranks = (beam.support_N, beam.support_N + beam.hints_NV[:, self._end])
-            likely = _best_of(ranks, _CLOSED)
+            rank_N = beam.support_N - self._worth(beam.ids)
+            likely = _best_of((rank_N, rank_N + beam.hints_NV[:, self._end]), _CLOSED)
             closed = [(*beam.ids[row], self._end) for row in likely]
             scores_N = self._scores(closed, clock)
             ended |= zip(closed, scores_N.tolist(), strict=True)
@@ -350,7 +355,8 @@ class _Search:
     def _explaining(self, beam: _Beam, width: int, clock: Clock) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the prefixes [N] and their next tokens [N] that explain most, and support [N]."""
         hints_NV, table_NV = self._next_words(beam)
-        tried_NV = _RANKED * beam.support_N[:, None] + hints_NV + _TABLE * table_NV
+        rank_N = beam.support_N - self._worth(beam.ids)
+        tried_NV = _RANKED * rank_N[:, None] + hints_NV + _TABLE * table_NV
         vocabulary = tried_NV.shape[1]
         behind_NJ = _tried(hints_NV, table_NV, self._effort.behind)
         tried_N = tried_NV.scatter_(1, behind_NJ, math.inf).flatten()
@@ -358,13 +364,28 @@ class _Search:
         pairs_M = tried_N.topk(min(tried, len(tried_N))).indices
         layers = self._update.mixed
         kept = max(width, self._effort.wide // (len(beam.ids[0]) + 1))
-        for some, count in ((layers[:_DEPTH], _DEEP), (layers, kept)):
+        stages = [(layers, kept)]
+        if len(layers) > _DEPTH:
+            stages.insert(0, (layers[:_DEPTH], _DEEP))
+        for some, count in stages:
             rows_M, tokens_M = pairs_M // vocabulary, pairs_M % vocabulary
-            more_M, _, _ = self._gain(beam, rows_M, tokens_M, some, clock)
-            support_M = beam.support_N[rows_M] + hints_NV[rows_M, tokens_M] + more_M
-            support_M, best_M = support_M.topk(min(count, len(support_M)))
-            pairs_M = pairs_M[best_M]
+            gain_M, _, _ = self._gain(beam, rows_M, tokens_M, some, clock)
+            gain_M += hints_NV[rows_M, tokens_M]
+            self._worth_V.scatter_reduce_(0, tokens_M, gain_M, "amax")
+            support_M = beam.support_N[rows_M] + gain_M
+            rank_M = support_M - self._worth(_longer(beam, rows_M, tokens_M))
+            best_M = rank_M.topk(min(count, len(rank_M))).indices
+            pairs_M, support_M = pairs_M[best_M], support_M[best_M]
         return pairs_M // vocabulary, pairs_M % vocabulary, support_M
+
+    def _worth(self, prefixes: Sequence[Ids]) -> Tensor:
+        """Returns what is taken off what speaks for prefixes [N], of one length.
+
+        The words of a text speak for it in any order, and some far more than others. So part of
+        what a token has explained at most, behind any prefix, is taken off wherever it stands.
+        """
+        ids_NT = torch.tensor(prefixes, device=self._device)
+        return _ANYWHERE * self._worth_V[ids_NT].sum(1)
 
     def _scored(
         self, beam: _Beam, width: int, clock: Clock, known: Sequence[Ids]

@@ -9,9 +9,12 @@ first step leaves little more than signs: signs of Gaussian numbers still point 
 1952).
 
 - **Units.** The model itself writes texts, whose inputs x and gradients d at the output show which
-  directions are common. They whiten both sides, so that numbers of a gradient d x^T count alike
-  (K-FAC, Martens and Grosse 2015). Adam's divisor is multiplied back first, as far as those texts
-  give it.
+  directions are common. A gradient is whitened along the main axes of both, so that its numbers
+  count alike (K-FAC, Martens and Grosse 2015; the axes: George et al. 2018). Adam's divisor is
+  multiplied back first, as far as those texts give it.
+- **Noise** is as strong along all axes, and is added to the variance that a number of a gradient
+  has there. The gradient of few tokens has few large singular values, so the middle one is that of
+  noise (Gavish and Donoho 2014); masks and rounding count as noise, too. No scale need be known.
 - **Output layer.** The gradient of its row for a token is the sum of last hidden states, each times
   the token's probability there, less the states before the token. So a row moves along the states
   that its token follows, also in signs, and names the next token of a right prefix, also where
@@ -19,18 +22,19 @@ first step leaves little more than signs: signs of Gaussian numbers still point 
 - **Word rows.** The word embedding's gradient has a row for each token, and rows of tokens that are
   in a text are longer than most. So each longer row speaks against a token.
 - **Score.** The gradient of a text explains a share e of the square of the update:
-  -log(1 - e) / 2 nats for each number that counts as independent. The log probability that the
-  model gives the text is added.
+  -log(1 - e) / 2 nats for each number that counts as independent, which all are as far as they
+  are noise. The log probability that the model gives the text is added.
 
 Shapes: N texts or prefixes, V vocabulary, D hidden size, T tokens, O outputs and I inputs of a
 weight, A axes that stand for rows, K known tokens, M tokens of all texts, X any axes.
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -56,7 +60,10 @@ RIDGE = 0.3
 """Of the mean variance, added to each direction before it is whitened."""
 
 _INDEPENDENT = 0.1
-"""Share of an update's numbers that count as independent."""
+"""Share of an update's numbers that count as independent, as far as they are no noise."""
+
+_SIGNAL = 1e-3
+"""Share of the square of an update that gradients are expected to have, at least."""
 
 _ROWS, _AXES = 16, 64
 """Rows of a weight that count as independent, at most; axes that stand for the rows of all weights
@@ -94,20 +101,111 @@ _LORA_A, _LORA_B = lora_a(""), lora_b("")
 """Ends of the names of an adapter's matrices."""
 
 
+class Spread(NamedTuple):
+    """How rows vary along their main axes.
+
+    Attributes:
+        unit_D: What the rows are divided by.
+        axes_DD: The axes, in columns.
+        variance_D: The variance along each, with a ridge.
+    """
+
+    unit_D: Tensor
+    axes_DD: Tensor
+    variance_D: Tensor
+
+    @classmethod
+    def of(cls, rows_ND: Tensor, *, signs: bool) -> "Spread":
+        """Takes rows; signs have lost the sizes of columns, which are the units then."""
+        size_D = rows_ND.square().mean(0).sqrt() + _SMALL
+        unit_D = size_D if signs else torch.ones_like(size_D)
+        scaled_ND = (rows_ND / unit_D).double()
+        covariance_DD = scaled_ND.T @ scaled_ND / len(scaled_ND)
+        covariance_DD += torch.diag(RIDGE * (size_D / unit_D).double().square())
+        variance_D, axes_DD = torch.linalg.eigh(covariance_DD)
+        return cls(unit_D, axes_DD.to(rows_ND), variance_D.to(rows_ND))
+
+    def columns(self) -> Tensor:
+        """Returns the axes for rows that are not divided yet."""
+        return self.axes_DD / self.unit_D[:, None]
+
+    def whitening(self) -> Tensor:
+        """Returns what whitens rows that are not divided yet, multiplied from the right."""
+        return self.columns() * self.variance_D.rsqrt()
+
+    def whitened(self, gradient_OD: Tensor) -> Tensor:
+        """Returns the rows of a gradient, which are mixes of such rows, whitened."""
+        return gradient_OD @ (self.axes_DD * self.variance_D.rsqrt())
+
+
+class Weight(NamedTuple):
+    """The gradient of a weight, and what gradients of it are like.
+
+    Attributes:
+        name: Of the weight.
+        number: Of its layer.
+        module: What multiplies by it.
+        gradient_OI: The gradient.
+        outputs, inputs: How gradients of outputs, and inputs, vary.
+        noise: The variance of noise in the gradient.
+    """
+
+    name: str
+    number: int
+    module: nn.Module
+    gradient_OI: Tensor
+    outputs: Spread
+    inputs: Spread
+    noise: float
+
+    def variance(self) -> Tensor:
+        """Returns the variance of numbers along the main axes, up to one factor of all weights."""
+        return self.outputs.variance_D[:, None] * self.inputs.variance_D
+
+
 class Layer(NamedTuple):
     """A weight that an update changes.
 
     Attributes:
         module: What multiplies by it.
         sent_OI: The gradient that the update stands for, whitened.
-        out_OO: The matrix that whitens gradients of outputs, multiplied from the right.
-        in_II: Likewise for inputs.
+        out_OO: Main axes of gradients of outputs, in columns.
+        in_II: Main axes of inputs.
+        white_OI: What whitens a gradient along these axes: a factor of each number.
     """
 
     module: nn.Module
     sent_OI: Tensor
     out_OO: Tensor
     in_II: Tensor
+    white_OI: Tensor
+
+    def whitened(self, slopes_NTO: Tensor, inputs_NTI: Tensor) -> Tensor:
+        """Returns the gradients [N, O, I] of texts, whitened."""
+        slopes_NTO, inputs_NTI = _times(slopes_NTO, self.out_OO), _times(inputs_NTI, self.in_II)
+        return (slopes_NTO.mT @ inputs_NTI).mul_(self.white_OI)
+
+    def step(self) -> Tensor:
+        """Returns the step [O, I] along which the whitened gradient falls most."""
+        return self.out_OO @ (self.sent_OI * self.white_OI) @ self.in_II.T
+
+
+def whitened(weights: Sequence[Weight]) -> tuple[list[Layer], float]:
+    """Returns gradients as layers, and how many of their numbers count as independent."""
+    square = sum(float(weight.gradient_OI.square().sum()) for weight in weights)
+    noise = sum(weight.noise * weight.gradient_OI.numel() for weight in weights)
+    variance = sum(float(weight.variance().sum()) for weight in weights)
+    scale = max(square - noise, _SIGNAL * square) / variance
+    layers, count = [], 0.0
+    for weight in weights:
+        signal_OI = scale * weight.variance()
+        white_OI = (signal_OI + weight.noise).rsqrt()
+        along_OI = weight.outputs.axes_DD.T @ weight.gradient_OI @ weight.inputs.axes_DD
+        out_OO, in_II = weight.outputs.columns(), weight.inputs.columns()
+        layers.append(Layer(weight.module, along_OI * white_OI, out_OO, in_II, white_OI))
+        independent_OI = weight.noise + _INDEPENDENT * signal_OI
+        count += float((independent_OI * white_OI.square()).sum())
+    return layers, count
 
 
 class LayerInputs(NamedTuple):
@@ -142,6 +240,13 @@ class LayerInputs(NamedTuple):
         axes_AD = square_D[-count:].clamp_min(0).sqrt()[:, None] * axes_DD[:, -count:].T
         independent = sum(min(len(rows_AD), _ROWS) for rows_AD in gradients_AD)
         return cls(number, module, axes_AD, whiten_DD, independent)
+
+    @classmethod
+    def of(cls, weights: Sequence[Weight]) -> "LayerInputs":
+        """Takes weights of one layer, which multiply the same inputs."""
+        first = weights[0]
+        rows = [weight.inputs.whitened(weight.gradient_OI) for weight in weights]
+        return cls.of_rows(first.number, first.module, rows, first.inputs.whitening())
 
     def more(self, inputs_ND: Tensor, parts_NKD: Tensor) -> tuple[Tensor, Tensor]:
         """Returns what one more input of N texts has beside K others, and the share it explains.
@@ -262,9 +367,8 @@ class Head(NamedTuple):
         gradient_VD = output_rows(model, gradients)
         if gradient_VD is None or not gradient_VD.any():
             return None
-        whiten_DD, size_D = whitening(_states(model, texts_NT[:, :-1]).flatten(0, 1))
-        rows_VD = -gradient_VD * size_D if signs else -gradient_VD
-        return cls(F.normalize(rows_VD @ whiten_DD), whiten_DD)
+        states = Spread.of(_states(model, texts_NT[:, :-1]).flatten(0, 1), signs=signs)
+        return cls(F.normalize(states.whitened(-gradient_VD)), states.whitening())
 
     def names(self, hidden_XD: Tensor) -> Tensor:
         """Returns what is said for each token [..., V] behind states, in standard deviations."""
@@ -311,34 +415,33 @@ class UpdateEvidence:
             signs = not seen.knowledge.adds_up or coarseness(seen, [name for name, _ in sent]).signs
         self._signs = signs
         modules = [model.module.get_submodule(name.removesuffix(".weight")) for name, _ in sent]
-        rows: dict[int, list[Tensor]] = defaultdict(list)
-        along: dict[str, Tensor] = {}
-        inputs: dict[int, tuple[nn.Module, Tensor]] = {}
         texts_NT = own_texts(model, rng)
+        weights: list[Weight] = []
         tokens = _tokens(model, modules, texts_NT)
         for (name, number), module, (given_MI, slope_MO) in zip(sent, modules, tokens, strict=True):
-            (out_OO, size_O), (in_II, size_I) = whitening(slope_MO), whitening(given_MI)
+            outputs, inputs = (Spread.of(rows, signs=signs) for rows in (slope_MO, given_MI))
             gradient = gradients[name]
-            turned = gradient.shape != (len(size_O), len(size_I))  # a weight of GPT-2's
+            turned = gradient.shape != (slope_MO.shape[1], given_MI.shape[1])  # a weight of GPT-2's
             gradient_OI = gradient.T if turned else gradient
-            if signs:
-                gradient_OI = gradient_OI * size_O[:, None] * size_I
-            rows_OI = gradient_OI @ in_II
-            layer = Layer(module, out_OO.T @ rows_OI, out_OO, in_II)
-            self.layers.append(layer)
-            if not name.endswith(_LORA_A):  # which says little about outputs
-                along_OI = out_OO @ layer.sent_OI @ in_II.T
-                along[name] = along_OI.T if turned else along_OI
-            if not name.endswith(_LORA_B):  # All of a layer have the same inputs.
-                rows[number].append(rows_OI)
-                inputs[number] = module, in_II
-        self.mixed = [
-            LayerInputs.of_rows(number, module, rows[number], in_II)
-            for number, (module, in_II) in inputs.items()
-        ]
-        self.first_layer = FirstLayer(model, self.mixed[0] if 0 in inputs else None)
+            # The singular values of an adapter's few rows are all those of texts.
+            noisy = certificate.is_linear(seen) and not name.endswith((_LORA_A, _LORA_B))
+            noise = noise_variance(gradient_OI) if noisy else 0.0
+            weights.append(Weight(name, number, module, gradient_OI, outputs, inputs, noise))
+        self.layers, self._count = whitened(weights)
         self._square = sum(float(layer.sent_OI.square().sum()) for layer in self.layers)
-        self._count = _INDEPENDENT * sum(layer.sent_OI.numel() for layer in self.layers)
+        # All of a layer have the same inputs, but second matrices of adapters.
+        mixing = [weight for weight in weights if not weight.name.endswith(_LORA_B)]
+        self.mixed = [
+            LayerInputs.of([*of_layer])
+            for _, of_layer in groupby(mixing, lambda weight: weight.number)
+        ]
+        first = self.mixed[0] if mixing and mixing[0].number == 0 else None
+        self.first_layer = FirstLayer(model, first)
+        along: dict[str, Tensor] = {}
+        for (name, _), layer in zip(sent, self.layers, strict=True):
+            if not name.endswith(_LORA_A):  # which says little about outputs
+                step_OI = layer.step()
+                along[name] = step_OI if step_OI.shape == gradients[name].shape else step_OI.T
         self._set_step(along, texts_NT[:2, :-1])
         self.head = Head.of(model, gradients, texts_NT, signs=signs)
         # Rows of signs have one length.
@@ -439,7 +542,7 @@ class UpdateEvidence:
             given = [heard[layer.module] for layer in self.layers]
             slopes = torch.autograd.grad(loss_N.sum(), [output for _, output in given])
         gradients = [
-            _times(slope_NTO, layer.out_OO).mT @ _times(given_NTI.detach(), layer.in_II)
+            layer.whitened(slope_NTO, given_NTI.detach())
             for layer, slope_NTO, (given_NTI, _) in zip(self.layers, slopes, given, strict=True)
         ]
         prior_N = -loss_N.detach()
@@ -524,14 +627,25 @@ def _tokens(
         yield torch.cat(inputs), torch.cat(outputs)
 
 
-def whitening(rows_ND: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns what whitens rows from the right [D, D], and the root mean square of columns [D]."""
-    size_D = rows_ND.square().mean(0).sqrt() + _SMALL
-    scaled_ND = rows_ND / size_D
-    covariance_DD = scaled_ND.T @ scaled_ND / len(scaled_ND)
-    covariance_DD += RIDGE * torch.eye(len(size_D), device=size_D.device)
-    root_DD = torch.linalg.inv(torch.linalg.cholesky(covariance_DD)).T
-    return root_DD / size_D[:, None], size_D
+def noise_variance(gradient_OI: Tensor) -> float:
+    """Returns the variance of noise in a gradient that has fewer tokens than half its rows.
+
+    It is that of the middle singular value.
+    """
+    wide = gradient_OI if len(gradient_OI) <= gradient_OI.shape[1] else gradient_OI.T
+    return max(_middle_square(wide), 0.0) / _middle_square_of_noise(*wide.shape)
+
+
+@cache
+def _middle_square_of_noise(rows: int, columns: int) -> float:
+    """Returns the square of the middle singular value of noise of variance 1."""
+    return _middle_square(torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)))
+
+
+def _middle_square(values_OI: Tensor) -> float:
+    """Returns the square of the middle singular value of a matrix that is not taller than wide."""
+    values_OI = values_OI.double()
+    return float(torch.linalg.eigvalsh(values_OI @ values_OI.T)[len(values_OI) // 2])
 
 
 def _states(model: LanguageModel, ids_NT: Tensor, cache: "DynamicCache | None" = None) -> Tensor:

@@ -22,6 +22,7 @@ from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.attacks.subspace.answer import Reading
 from fedleak.attacks.subspace.state_pursuit import StatePursuit
 from fedleak.defenses.gaussian_noise import GaussianNoise
+from fedleak.defenses.mask import Mask
 from fedleak.defenses.quantize import Quantize
 from fedleak.defenses.sign import Sign
 from fedleak.models import CAUSAL_LM
@@ -95,12 +96,11 @@ def test_nobody_is_asked_after_a_proof(small, observe, notes_and_plants, built, 
     assert answer.diagnostics["version"] == Auto.version
 
 
-@pytest.mark.parametrize(("family", "also_plain"), [("gpt2", False), ("llama", True)])
-def test_states_are_pursued_where_spans_say_nothing_and_matching_too(
-    small, observe, family, also_plain
-):
+@pytest.mark.parametrize(("family", "rotary"), [("gpt2", False), ("llama", True)])
+def test_states_are_pursued_but_where_matching_reads_more(small, observe, family, rotary):
     model = small(family, CAUSAL_LM)
     plain = observe(model, 1).seen
+    masked = replace(plain, update=Mask(fraction=0.5)(plain.update, rng=stream(0, "defense")))
     adam = replace(plain, knowledge=replace(plain.knowledge, recipe=Recipe(optimiser="adam")))
     dropped = replace(plain, knowledge=replace(plain.knowledge, dropout=True))
     steps = replace(plain, knowledge=replace(plain.knowledge, local_steps=4))
@@ -110,14 +110,15 @@ def test_states_are_pursued_where_spans_say_nothing_and_matching_too(
         auto._Attempt(Auto(), seen, model, stream(0, "auto"), lambda progress: None)._suits(
             StatePursuit()
         )
-        for seen in (plain, dropped, steps, adam, adapted)
+        for seen in (plain, dropped, masked, steps, adam, adapted)
     ]
-    assert suited == [also_plain, also_plain, True, True, True]
+    assert suited == [True, rotary, rotary, True, True, True]
 
 
 @pytest.mark.parametrize("defense", [GaussianNoise(relative=1.0), Sign()])
-def test_noise_and_signs_hide_no_text_of_a_rotary_decoder(small, observe, defense):
-    model = small("llama", CAUSAL_LM)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_noise_and_signs_hide_no_text_of_a_decoder(small, observe, defense, family):
+    model = small(family, CAUSAL_LM)
     truth = observe(model, TEXTS[:1])
     blurred = defense(truth.seen.update, rng=stream(0, "defense"))
     answer = ask(Auto(seconds=20.0), replace(truth.seen, update=blurred), model)
@@ -465,7 +466,7 @@ def test_what_a_decoders_spans_do_not_prove_is_matched_soon_if_there_is_time(
     model = small("gpt2", CAUSAL_LM, layers=3, width=48)
     truth = observe(model, TEXTS[:2])
     notes, plants = notes_and_plants
-    plants["dager"] = plants["keyspan"] = plants["lamp"] = NOTHING
+    plants |= dict.fromkeys(("dager", "keyspan", "state_pursuit", "lamp"), NOTHING)
     monkeypatch.setattr(Pace, "seconds", (0.0, seconds_of_a_token))
     ask(Auto(seconds=100.0), noisy_of(truth, 1e-2, granted=False), model)
     (keyspan,) = (attack for attack, *_ in notes if attack.kind == "keyspan")
@@ -480,7 +481,8 @@ def test_gradient_matching_begins_with_the_guesses_that_explain_the_update_best(
     right = [ids[: len(ids) - len(frame(model).last)] for ids in truth.sequences]
     wrong = [tuple(reversed(ids)) for ids in right]
     notes, plants = notes_and_plants
-    plants["dager"], plants["keyspan"], plants["lamp"] = guess(*right), guess(*wrong), NOTHING
+    plants["state_pursuit"] = plants["lamp"] = NOTHING
+    plants["dager"], plants["keyspan"] = guess(*right), guess(*wrong)
     ask(Auto(), noisy_of(truth, 1e-2, granted=False), model)
     (clues,) = (clues for attack, _, clues in notes if attack.kind == "lamp")
     assert sorted(clues.sequences[:2]) == sorted(right)
