@@ -9,16 +9,17 @@ in orthogonal matching pursuit (Pati et al. 1993), by what their states explain 
   those of the prefix are taken out, and by what the output layer says, if it was trained. Prefixes
   are ranked by what each token explains more in the first layers, and then, of the best, in all:
   words in a wrong order explain much in the first layers and little in the last. Of that the
-  logarithm counts, and part of what a token explains behind any prefix is taken off: otherwise
-  rare words, which explain most, would come before their turn.
+  logarithm counts: otherwise rare words, which explain most, would come before their turn.
 - **Score.** A prefix may be a whole text, closed by the end token: the best of these are scored by
   their gradients, and by their log probabilities.
 - **Mending.** Single changes anywhere in a text, as long as one scores more: a token less, more or
   another one, or some in another place. Those are scored whose states explain most.
 - **Proof.** A text that scores more than those before is proved, or not, by its gradient or by the
   client's steps on it (`replay`). The search ends at a proof, or where nothing but noise or
-  rounding is left (`goodness_of_fit`). Until then each text is sought twice more, with the best one
-  so far in the beam, and prefixes are ranked, and changes chosen, by their scores alone.
+  rounding is left (`goodness_of_fit`). Until then each text is sought twice more. Of one gradient,
+  part of what a token explains behind any prefix is taken off in every second search. Else, and in
+  a third search of one text, the best one so far is in the beam, and prefixes are ranked, and
+  changes chosen, by their scores alone.
 - **Batches.** Each text is sought, and mended, beside the texts that were found. The gradient of
   these is taken out of a gradient of several; else states of their words explain as much, so scores
   alone rank at once.
@@ -70,9 +71,6 @@ _RANKED = 0.25
 """Weight of what speaks for a prefix where next tokens are chosen: the right one is seldom first
 before it is long."""
 
-_ANYWHERE = 0.6
-"""Share of what a token explains at most that is no reason to begin with it."""
-
 _CLOSED = 6
 """Prefixes whose gradients are computed, as those of whole texts: so many that most speaks for, and
 so many of which most speaks for the end."""
@@ -90,6 +88,9 @@ there must be one that explains more than chance."""
 
 _MOVED = 3
 """Successive tokens of a text that are moved together."""
+
+_ANYWHERE = 0.6
+"""Share of what a token explains at most that is taken off in every second search."""
 
 _AGAIN = 2
 """Times that each text is sought again, beside all others of a batch, until there is a proof."""
@@ -216,14 +217,14 @@ class StatePursuit(Reader):
                     return texts
                 known, others = texts[i : i + 1], [*texts[:i], *texts[i + 1 :]]
                 whole = cache(partial(ends, [text.ids for text in others]))
-                # By states, a single text would be sought again in the same way.
-                by_states = linear if wanted > 1 else not again
+                by_states = linear if wanted > 1 else again < (2 if linear else 1)
+                anywhere = _ANYWHERE if again % 2 else 0.0
                 evidence, beside = update, others
                 if linear and others:
                     evidence, beside = update.without([text.ids for text in others]), []
                     if not evidence.layers:
                         return texts
-                search = _Search(model, evidence, beside, longest, by_states, whole)
+                search = _Search(model, evidence, beside, longest, by_states, whole, anywhere)
                 begun = search.best(self.width, clock, *(text.ids for text in known))
                 text = search.mended(begun, clock)
                 if text.excess < 0:  # It explains more than chance does.
@@ -269,9 +270,14 @@ class _Search:
         longest: int,
         by_states: bool,
         ends: Callable[[Ids], bool],
+        anywhere: float = 0.0,
     ) -> None:
-        """Takes whether states rank prefixes, and what tells that no other text lacks."""
+        """Takes whether states rank prefixes, and what tells that no other text lacks.
+
+        `anywhere` is the share of what a token explains at most that is taken off.
+        """
         self._update, self._longest, self._by_states = update, longest, by_states
+        self._anywhere = anywhere
         self._device, self._ends = model.device, ends
         # In later steps states are those of other weights, and rows name less.
         named = update.head is not None and update.one_step
@@ -381,11 +387,13 @@ class _Search:
     def _worth(self, prefixes: Sequence[Ids]) -> Tensor:
         """Returns what is taken off what speaks for prefixes [N], of one length.
 
-        The words of a text speak for it in any order, and some far more than others. So part of
-        what a token has explained at most, behind any prefix, is taken off wherever it stands.
+        The words of a text speak for it in any order, and rare ones far more than others, so that
+        they come before their turn. Part of what a token has explained at most, behind any prefix,
+        is taken off wherever it stands. Words of no text, which explain little, gain by that: so
+        one search does without, and the next does it.
         """
         ids_NT = torch.tensor(prefixes, device=self._device)
-        return _ANYWHERE * self._worth_V[ids_NT].sum(1)
+        return self._anywhere * self._worth_V[ids_NT].sum(1)
 
     def _scored(
         self, beam: _Beam, width: int, clock: Clock, known: Sequence[Ids]
