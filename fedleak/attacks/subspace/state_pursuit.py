@@ -286,7 +286,6 @@ class _Search:
         self._first = first_tokens(model)
         (self._end,) = certificate.close(model, ())
         self._known = {token for text in beside for token in text.ids}
-        self._worth_V = torch.zeros(model.vocabulary, device=self._device)
         self._beside = [torch.zeros_like(layer.sent_OI)[None] for layer in update.layers]
         for text in beside:
             _, gradients = update.gradients([text.ids])
@@ -377,7 +376,7 @@ class _Search:
             rows_M, tokens_M = pairs_M // vocabulary, pairs_M % vocabulary
             gain_M, _, _ = self._gain(beam, rows_M, tokens_M, some, clock)
             gain_M += hints_NV[rows_M, tokens_M]
-            self._worth_V.scatter_reduce_(0, tokens_M, gain_M, "amax")
+            self._update.most_V.scatter_reduce_(0, tokens_M, gain_M, "amax")
             support_M = beam.support_N[rows_M] + gain_M
             rank_M = support_M - self._worth(_longer(beam, rows_M, tokens_M))
             best_M = rank_M.topk(min(count, len(rank_M))).indices
@@ -393,7 +392,7 @@ class _Search:
         one search does without, and the next does it.
         """
         ids_NT = torch.tensor(prefixes, device=self._device)
-        return self._anywhere * self._worth_V[ids_NT].sum(1)
+        return self._anywhere * self._update.most_V[ids_NT].sum(1)
 
     def _scored(
         self, beam: _Beam, width: int, clock: Clock, known: Sequence[Ids]

@@ -266,6 +266,7 @@ class UpdateEvidence:
         mixed: What it says of the inputs of each layer.
         one_step: The client made one step.
         absent_V: Nats against each token, by the rows of the word embedding; None: they say none.
+        most_V: What has spoken for each token at most, behind any prefix of the searches so far.
     """
 
     def __init__(
@@ -280,6 +281,7 @@ class UpdateEvidence:
         gradients = certificate.as_gradient(seen)
         self._model, self._seen, self._rng = model, seen, rng
         self.one_step = seen.knowledge.local_steps in (None, 1)
+        self.most_V = torch.zeros(model.vocabulary, device=model.device)
         sent = [
             (name, layer)
             for layer in range(model.num_layers)

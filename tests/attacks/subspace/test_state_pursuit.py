@@ -143,8 +143,8 @@ def test_a_right_text_explains_much_of_noise_and_chance_little(small, observe, m
 
 
 def test_part_of_what_a_token_explains_anywhere_is_taken_off(adapted):
-    _, search = searched(adapted, sent(adapted, [tuple(adapted.encode(["she told us"])[0])]))
-    search._worth_V[[2, 5]] = torch.tensor([10.0, 20.0])
+    update, search = searched(adapted, sent(adapted, [tuple(adapted.encode(["she told us"])[0])]))
+    update.most_V[[2, 5]] = torch.tensor([10.0, 20.0])
     assert not search._worth([(1, 2, 3), (4, 5, 6)]).any()
     search._anywhere = 0.6
     worth = search._worth([(1, 2, 2), (2, 5, 6)]).tolist()
