@@ -685,6 +685,21 @@ def test_a_text_is_read_from_adamws_step_on_adapters_and_proved_by_replay():
     assert replay.replay(model, answer.sequences, seen).verified
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not STORIES.exists(), reason="FEDLEAK_ASSETS names no folder with stories15m")
+def test_noise_of_ten_times_the_size_of_a_gradient_hides_no_text():
+    model = loading.load(ModelSpec(name=str(STORIES), task=CAUSAL_LM, num_labels=2))
+    (own,) = map(tuple, model.encode(["The old man was happy that the rain had stopped."]))
+    how = replace(ADAMW, kind=UpdateKind.GRADIENT, recipe=Recipe())
+    update = local_update_(model, [own], [0], how, seed=3)
+    noisy = GaussianNoise(relative=10.0)(update, rng=stream(0, "noise"))
+    known = Knowledge(local_steps=1, dropout=False)
+    seen = Observation(round=1, client=0, update=noisy, knowledge=known)
+    answer = StatePursuit()(seen, model, rng=stream(0, "a"))
+    assert answer.sequences == (own,)
+    assert answer.diagnostics["nats"][0] > 5000
+
+
 def test_out_of_time_it_ends_within_a_part_of_the_first_tokens(small, observe, monkeypatch):
     """Nothing begins all texts of GPT-2, so that several words are tried as the first one."""
     model = small("gpt2", CAUSAL_LM)
