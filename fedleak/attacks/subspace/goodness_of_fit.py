@@ -14,14 +14,15 @@ an interval of each. What a right text leaves is then known in another way.
   inside all of them. The excess is how many numbers are outside, beyond their own rounding.
 
 A text fits if its excess is below 3, and if that of each text is above twice as much of which one
-word is replaced by the word nearest to it: else the blur may hide other words, too. That proves
-nothing: texts that are further away were not tried.
+word is left out, or replaced by the word nearest to it: else the blur may hide other words, too.
+Without a word the layers alone must tell, because a text's rows of the word embedding say nothing
+of words that it never had. That proves nothing: texts that are further away were not tried.
 
 Shapes: O outputs and I inputs of a weight; X: any axes.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -68,11 +69,11 @@ def leaves_only_blur(
     # Words that a model did not meet in training differ in their own rows alone.
     rows = sorted({*nearest, *nearest.values()})
 
-    def excess(batch: Sequence[Ids]) -> float:
-        own = mean_gradient(model, [(ids, 0) for ids in batch], [*observed], clock)
+    def excess(batch: Sequence[Ids], names: Sequence[str] = (*observed,)) -> float:
+        own = mean_gradient(model, [(ids, 0) for ids in batch], names, clock)
         if own is None:
             return math.nan
-        pairs = dict(zip(observed, zip(observed.values(), own, strict=True), strict=True))
+        pairs = {name: (observed[name], part) for name, part in zip(names, own, strict=True)}
         if coarse is not EXACT:
             return float(sum(_outside(*pair, coarse) for pair in pairs.values()))
         if word in pairs:
@@ -80,8 +81,10 @@ def leaves_only_blur(
             pairs[word] = sent_VD[rows], own_VD[rows]
         return _dependence([*pairs.values()])
 
-    return excess(texts) < SIGMAS and all(
-        excess(batch) > 2 * SIGMAS for batch in _neighbours(texts, nearest)
+    return (
+        excess(texts) < SIGMAS
+        and all(excess(batch, matrices) > 2 * SIGMAS for batch in _shorter(texts, nearest))
+        and all(excess(batch) > 2 * SIGMAS for batch in _neighbours(texts, nearest))
     )
 
 
@@ -128,6 +131,14 @@ def _outside(observed_X: Tensor, own_X: Tensor, coarse: Coarseness) -> int:
     low_X, high_X = coarse.bounds(observed_X)
     room = PRECISION * float(own_X.square().mean().sqrt())
     return int(((own_X < low_X - room) | (own_X > high_X + room)).sum())
+
+
+def _shorter(texts: Sequence[Ids], words: Collection[int]) -> Iterator[list[Ids]]:
+    """Yields batches of which one word is left out."""
+    for number, ids in enumerate(texts):
+        for place, word in enumerate(ids):
+            if word in words and len(ids) > 2:  # Else it has no target.
+                yield [*texts[:number], ids[:place] + ids[place + 1 :], *texts[number + 1 :]]
 
 
 def _neighbours(texts: Sequence[Ids], nearest: Mapping[int, int]) -> Iterator[list[Ids]]:

@@ -1,10 +1,12 @@
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from fedleak.attacks.clock import UNLIMITED, Clock
+from fedleak.attacks.subspace import goodness_of_fit
 from fedleak.attacks.subspace.goodness_of_fit import leaves_only_blur, rectangles
 from fedleak.defenses.gaussian_noise import GaussianNoise
 from fedleak.defenses.mask import Mask
@@ -91,6 +93,22 @@ def test_of_other_tensors_it_says_nothing(blurred):
 def test_noise_that_hides_other_words_tells_nothing(blurred):
     model, texts, behind = blurred
     assert not leaves_only_blur(model, behind(GaussianNoise(relative=300.0)), UNLIMITED, texts)
+
+
+def test_where_layers_do_not_tell_a_missing_word_a_part_of_a_text_does_not_fit(
+    small, observe, monkeypatch
+):
+    """Even if near words in its words' places showed, as their own rows may tell."""
+    monkeypatch.setattr(goodness_of_fit, "_neighbours", lambda *given: iter(()))
+    model = small("llama", CAUSAL_LM)
+    seen = observe(model, ["she told us that nobody knows it all"]).seen
+    (ids,) = map(tuple, model.encode(["she told us that nobody knows it all"]))
+    part = (*ids[:4], ids[-1])
+    noisy = GaussianNoise(relative=20.0)(seen.update, rng=stream(0, "defense"))
+    fits = partial(leaves_only_blur, model, replace(seen, update=noisy), UNLIMITED)
+    assert not fits([part])
+    monkeypatch.setattr(goodness_of_fit, "_shorter", lambda *given: iter(()))
+    assert fits([part])
 
 
 def test_of_two_words_that_a_model_does_not_tell_apart_their_own_rows_tell(small, observe):
