@@ -17,7 +17,8 @@ import tomli_w
 from tiny import TABLES
 from typer.testing import CliRunner
 
-from fedleak import attacks, cli, defenses, models
+from fedleak import attacks, cli, defenses, detectors, models
+from fedleak.attacks import server_modes
 from fedleak.config.federation.lookup import stored
 from fedleak.config.loading import parse
 from fedleak.store.run import Run
@@ -140,7 +141,8 @@ def test_a_kind_without_a_word_about_itself_is_listed(package):
 
 
 def test_no_file_of_ours_is_broken():
-    for discovered in (discover(attacks), discover(defenses), discover(models, "model_type")):
+    rooms = (attacks, server_modes, defenses, detectors)
+    for discovered in (*map(discover, rooms), discover(models, "model_type")):
         assert discovered.broken == {}
         assert set(discovered.origins.values()) == {OWN}
 

@@ -21,6 +21,9 @@ from fedleak.training.observation import Observation, UpdateKind
 _LEVELS = 128
 """Sizes of numbers, at most, from which a tensor counts as quantized: 8 bits."""
 
+_PART = 4096
+"""Numbers that are looked at first."""
+
 _EQUAL = 8
 """Numbers that have one size, on average, in such a tensor."""
 
@@ -82,7 +85,11 @@ def coarseness(seen: Observation, names: Iterable[str]) -> Coarseness:
     tensors = as_gradient(seen)
     sizes_X = max((tensors[name] for name in sorted(names)), key=Tensor.numel).abs().flatten()
     kept_X = sizes_X[sizes_X > 0]
-    levels_X, kept = torch.unique(kept_X), len(kept_X) / len(sizes_X)
+    kept = len(kept_X) / len(sizes_X)
+    # A part has no more levels than the whole. So what is exact need not be sorted.
+    levels_X = torch.unique(kept_X[:_PART])
+    if len(levels_X) <= _LEVELS:
+        levels_X = torch.unique(kept_X)
     if 0 < len(levels_X) <= _LEVELS and len(kept_X) >= _EQUAL * len(levels_X):
         if len(levels_X) == 1 and kept > 1 - _ZEROS:
             return Coarseness(lambda value_X: torch.full_like(value_X, math.inf), signs=True)

@@ -16,7 +16,7 @@ first step leaves little more than signs: signs of Gaussian numbers still point 
   that its token follows, also in signs, and names the next token of a right prefix, also where
   the layer is the word embedding.
 - **Word rows.** The word embedding's gradient has a row for each token, and rows of tokens that are
-  in a text are longer than most. So each longer row speaks against a token.
+  in a text are longer than most. So each row that is longer than a token's own speaks against it.
 - **Score.** The gradient of a text explains a share e of the square of the update:
   -log(1 - e) / 2 nats for each number that counts as independent, which all are as far as they
   are noise. The log probability that the model gives the text is added.
@@ -299,19 +299,24 @@ class UpdateEvidence:
         modules = [model.module.get_submodule(name.removesuffix(".weight")) for name, _ in sent]
         texts_NT = own_texts(model, rng)
         weights: list[Weight] = []
+        spreads: dict[int | str, Spread] = {}
         tokens = _tokens(model, modules, texts_NT)
         for (name, number), module, (given_MI, slope_MO) in zip(sent, modules, tokens, strict=True):
-            outputs, inputs = (Spread.of(rows, signs=signs) for rows in (slope_MO, given_MI))
+            outputs = Spread.of(slope_MO, signs=signs)
+            # All of a layer have the same inputs, but second matrices of adapters.
+            of_inputs = name if name.endswith(_LORA_B) else number
+            if of_inputs not in spreads:
+                spreads[of_inputs] = Spread.of(given_MI, signs=signs)
             gradient = gradients[name]
             turned = gradient.shape != (slope_MO.shape[1], given_MI.shape[1])  # a weight of GPT-2's
             gradient_OI = gradient.T if turned else gradient
             # The singular values of an adapter's few rows are all those of texts.
             noisy = certificate.is_linear(seen) and not name.endswith((_LORA_A, _LORA_B))
             noise = noise_variance(gradient_OI) if noisy else 0.0
+            inputs = spreads[of_inputs]
             weights.append(Weight(name, number, module, gradient_OI, outputs, inputs, noise))
         self.layers, self._count = whitened(weights)
         self._square = sum(float(layer.sent_OI.square().sum()) for layer in self.layers)
-        # All of a layer have the same inputs, but second matrices of adapters.
         mixing = [weight for weight in weights if not weight.name.endswith(_LORA_B)]
         self.mixed = [
             LayerInputs.of([*of_layer])
