@@ -1,6 +1,5 @@
 """Names files and lines that fedleak did not write on this machine, or that were changed since."""
 
-from collections.abc import Iterator
 from typing import Any
 
 from fedleak.store.lines import Lines
@@ -18,23 +17,13 @@ def unsealed(run: Run) -> list[str]:
 
     Files computed from these, such as scores and the summary, have no seal and are not named.
     """
-    return [*_unsealed_files(run), *_unsealed_lines(run)]
-
-
-def _unsealed_files(run: Run) -> Iterator[str]:
     names = [name for name in FILES if (run.path / name).exists()]
     for folder in FOLDERS:
         paths = sorted((run.path / folder).glob("[!.]*"))
         names += [f"{folder}/{path.name}" for path in paths]
-    for name in names:
-        if not run.is_genuine(name):
-            yield name
-
-
-def _unsealed_lines(run: Run) -> Iterator[str]:
+    changed = [name for name in names if not run.is_genuine(name)]
     given = answers(run.fingerprint())
-    shards = (shard.lines(given) for shard in begun(run))
-    sealed: list[Lines[Any]] = [UTILITY, PUBLISHED, given, *shards]
-    for lines in sealed:
-        for number in run.changed_lines(lines):
-            yield f"{lines.name}, line {number}"
+    sealed: list[Lines[Any]] = [UTILITY, PUBLISHED, given]
+    for lines in sealed + [shard.lines(given) for shard in begun(run)]:
+        changed += [f"{lines.name}, line {number}" for number in run.changed_lines(lines)]
+    return changed

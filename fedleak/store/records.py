@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Annotated, Any, Final, Literal
 
@@ -44,8 +45,7 @@ def _summed_up(diagnostics: dict[str, Any]) -> dict[str, Any]:
     """Refuses diagnostics that reports cannot sum up."""
     if "budget" in diagnostics:
         budget = diagnostics["budget"]
-        pair = budget if isinstance(budget, list) and len(budget) == 2 else [0, 0]
-        used, available = pair
+        used, available = budget if isinstance(budget, list) and len(budget) == 2 else (0, 0)
         if not ((used is None or _is_number(used)) and _is_number(available) and available > 0):
             raise ValueError("'budget' is not [used or None, available]")
     if "candidates" in diagnostics:
@@ -274,18 +274,10 @@ class LedgerRow(Guarantee, _OfUpdate):
     @classmethod
     def nothing_guaranteed(cls, key: Key) -> "LedgerRow":
         """Returns the row of a client whose defenses guarantee nothing."""
-        return cls(
-            **key._asdict(),
-            epsilon=NONE,
-            delta=None,
-            accountant=NONE,
-            unit=NONE,
-            neighbouring=NONE,
-            sampling=NONE,
-            sampling_rate=None,
-            steps=None,
-            noise_multiplier=None,
-        )
+        words = ("epsilon", "accountant", "unit", "neighbouring", "sampling")
+        numbers = ("delta", "sampling_rate", "steps", "noise_multiplier")
+        nothing: dict[str, Any] = {**dict.fromkeys(words, NONE), **dict.fromkeys(numbers)}
+        return cls(**key._asdict(), **nothing)
 
 
 class CanaryRow(_OfUpdate):
@@ -530,17 +522,14 @@ def answers(fingerprint: str | None, vocabulary: int | None = None) -> Lines[Ans
         fingerprint: Of the experiment: answers of another are refused.
         vocabulary: How many token ids the model has; None: not known here.
     """
-    mark = {"fingerprint": fingerprint}
-    return Lines("reconstructions.jsonl", Answer, mark, _with_ids_below(vocabulary), sealed=True)
+    mark, check = {"fingerprint": fingerprint}, partial(_check_ids, vocabulary)
+    return Lines("reconstructions.jsonl", Answer, mark, check, sealed=True)
 
 
-def _with_ids_below(vocabulary: int | None) -> Callable[[Answer], None]:
-    def check(answer: Answer) -> None:
-        ids = chain(answer.tokens or (), *(answer.sequences or ()))
-        if vocabulary is not None and not within(ids, vocabulary):
-            raise ValueError(f"it has token ids outside the vocabulary of {vocabulary}")
-
-    return check
+def _check_ids(vocabulary: int | None, answer: Answer) -> None:
+    ids = chain(answer.tokens or (), *(answer.sequences or ()))
+    if vocabulary is not None and not within(ids, vocabulary):
+        raise ValueError(f"it has token ids outside the vocabulary of {vocabulary}")
 
 
 def within(ids: Iterable[int], vocabulary: int) -> bool:

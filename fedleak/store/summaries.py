@@ -450,14 +450,10 @@ class MembershipSummary(Record):
             attack: Its name.
             score: Its name; None: the one that the attack names first.
         """
-        return next(
-            (
-                figures
-                for figures in self.figures
-                if figures.attack == attack and score in (None, figures.score)
-            ),
-            None,
-        )
+        for figures in self.figures:
+            if figures.attack == attack and score in (None, figures.score):
+                return figures
+        return None
 
 
 class DetectorSummary(Record):
