@@ -51,7 +51,7 @@ def write_junit(
 
 def annotations(run: str, checks: Sequence[Check]) -> list[str]:
     """Returns a line for each check that did not pass, which GitHub shows beside a change."""
-    title = _property(f"fedleak gate: {run}")
+    title = _escaped(f"fedleak gate: {run}").replace(":", "%3A").replace(",", "%2C")
     return [
         f"::error title={title}::{_escaped(f'{check.name}: {check.outcome}: {check.sentence}')}"
         for check in checks
@@ -62,7 +62,3 @@ def annotations(run: str, checks: Sequence[Check]) -> list[str]:
 def _escaped(text: str) -> str:
     """Returns a text as GitHub's workflow commands take it; `printable` leaves no line end."""
     return printable(text).replace("%", "%25")
-
-
-def _property(text: str) -> str:
-    return _escaped(text).replace(":", "%3A").replace(",", "%2C")

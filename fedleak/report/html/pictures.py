@@ -36,9 +36,8 @@ OTHER_UPDATE, ATTACKED = "other update", "attacked"
 
 def leakage(read: Mapping[Key, ReadShare]) -> Iterator[Picture]:
     """Yields heat maps of rounds x clients: texts read word for word, and tokens found."""
-    exact = {key: share.exact for key, share in read.items()}
-    tokens = {key: share.tokens for key, share in read.items()}
-    for measure, values in {"texts read word for word": exact, "tokens found": tokens}.items():
+    for measure, field in {"texts read word for word": "exact", "tokens found": "tokens"}.items():
+        values = {key: getattr(share, field) for key, share in read.items()}
         if not (measured := [value for value in values.values() if value is not None]):
             continue
         yield Picture(

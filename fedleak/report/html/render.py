@@ -27,6 +27,12 @@ LONGEST_TEXT = 4_000
 MOST_COLUMNS = 12
 """The most columns of a table of attacks; more attacks are in further tables."""
 
+POLICY = (
+    "default-src 'none'; script-src '{script}'; style-src '{style}'; img-src data:; "
+    "base-uri 'none'; form-action 'none'"
+)
+"""What a browser may load."""
+
 TEMPLATES = {RunPage: "run.html.j2", SweepPage: "sweep.html.j2", TrendsPage: "trends.html.j2"}
 
 
@@ -44,16 +50,7 @@ def render(page: Page) -> bytes:
         # They are files of this package, and no value is in them.
         style=Markup(style),
         script=Markup(script),
-        policy="; ".join(
-            [
-                "default-src 'none'",
-                f"script-src '{_hash(script)}'",
-                f"style-src '{_hash(style)}'",
-                "img-src data:",
-                "base-uri 'none'",
-                "form-action 'none'",
-            ]
-        ),
+        policy=POLICY.format(script=_hash(script), style=_hash(style)),
     )
     return written.encode()
 

@@ -18,7 +18,7 @@ from fedleak.models.loading import outline
 from fedleak.report.html import pictures
 from fedleak.report.html.page import Entry, PrivateText, RunPage, TextAnswer
 from fedleak.report.html.verdict import granted, informed, verdict_of
-from fedleak.report.table import Cell, Table, Tone, cells, figures, words
+from fedleak.report.table import Cell, Row, Table, Tone, cells, figures, words
 from fedleak.report.tables.advice import advice_table
 from fedleak.report.tables.audit import gate_tables, plan_table
 from fedleak.report.tables.leakage import MOST_ROWS, client_name, leakage_table, shares
@@ -282,13 +282,9 @@ def _findings(run: Run) -> list[Table]:
             f"{path} is damaged (it is no list of findings): delete it; the report is then "
             "without what the check of the defenses found"
         ) from None
-    rows = [
-        [
-            finding.defense,
-            finding.claim,
-            "holds" if finding.holds else Cell("FAILS", Tone.ALARM),
-            finding.figures,
-        ]
+    result = {True: Cell("holds"), False: Cell("FAILS", Tone.ALARM)}
+    rows: list[Row] = [
+        [finding.defense, finding.claim, result[finding.holds], finding.figures]
         for finding in findings
     ]
     columns = words("tested", "claim", "result", "figures")

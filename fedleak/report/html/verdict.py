@@ -151,11 +151,8 @@ def informed(summary: RunSummary) -> RunSummary:
     if summary.ladder is None:
         return summary
     names = summary.ladder.top.attacks.values()
-    return summary.model_copy(
-        update={
-            "attacks": {name: attack for name, attack in summary.attacks.items() if name in names}
-        }
-    )
+    attacks = {name: attack for name, attack in summary.attacks.items() if name in names}
+    return summary.model_copy(update={"attacks": attacks})
 
 
 def granted(experiment: Experiment, summary: RunSummary) -> Sequence[str]:

@@ -1,6 +1,6 @@
 """Attacks side by side, over all updates of a run."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from fedleak.report.table import Table, cells, figures, words
 from fedleak.report.words import (
@@ -45,9 +45,14 @@ def attack_table(summary: RunSummary) -> Table:
         names.append(starred(ANY_ATTACK, worst.warning))
     facts = sorted({name for attack in attacks.values() for name in attack.facts})
     told_most = summary.ladder.top.granted_in_words if summary.ladder else ""
+    once = [
+        [f"{heading}, clients' mean", *(_of_clients(row, name, scale) for row in summaries)]
+        for name, (heading, scale) in FIGURES.items()
+        if name in LIMITED and any(_differs(getattr(row, name, None)) for row in summaries)
+    ]
     rows = [
-        ["was told", *_each(attacks, lambda attack: granted(attack.knows)), told_most],
-        ["answers", *_each(attacks, answers)],
+        ["was told", *(granted(attack.knows) for attack in attacks.values()), told_most],
+        ["answers", *map(answers, attacks.values())],
         *(
             [FIGURES[name][0], *(shown(row, name) for row in summaries)]
             for name in FIGURES
@@ -57,20 +62,15 @@ def attack_table(summary: RunSummary) -> Table:
             [f"{fact.replace('_', ' ')}, %", *(_fact(attack, fact) for attack in attacks.values())]
             for fact in facts
         ),
-        ["seconds", *_each(attacks, lambda attack: number(attack.seconds, 1))],
+        *once,
+        ["seconds", *(number(attack.seconds, 1) for attack in attacks.values())],
     ]
-    once = [
-        [f"{heading}, clients' mean", *(_of_clients(row, name, scale) for row in summaries)]
-        for name, (heading, scale) in FIGURES.items()
-        if name in LIMITED and any(_differs(getattr(row, name, None)) for row in summaries)
-    ]
-    rows[-1:-1] = once
     optional = [
-        ["an update", *_each(attacks, lambda attack: number(attack.seconds_per_update, 3))],
-        ["batches proved", *_each(attacks, _proved)],
-        ["smallest margin", *_each(attacks, lambda attack: number(attack.margin, 1))],
-        ["rank budget, %", *_each(attacks, _budget)],
-        ["candidates", *_each(attacks, _candidates)],
+        ["an update", *(number(attack.seconds_per_update, 3) for attack in attacks.values())],
+        ["batches proved", *map(_proved, attacks.values())],
+        ["smallest margin", *(number(attack.margin, 1) for attack in attacks.values())],
+        ["rank budget, %", *map(_budget, attacks.values())],
+        ["candidates", *map(_candidates, attacks.values())],
     ]
     rows += [row for row in optional if set(row[1:]) != {NOT_MEASURED}]
     return Table(
@@ -99,10 +99,6 @@ def _of_clients(row: AttackSummary | WorstCase, name: str, scale: float) -> str:
     """Returns a mean for which each client counts once."""
     figure: Estimate | None = getattr(row, name, None)
     return interval(figure and figure.of_clients, scale)
-
-
-def _each(attacks: Mapping[str, AttackSummary], show: Callable[[AttackSummary], str]) -> list[str]:
-    return [show(attack) for attack in attacks.values()]
 
 
 def _fact(summary: AttackSummary, name: str) -> str:

@@ -56,8 +56,7 @@ def comparison_table(comparison: Comparison) -> Table:
             "difference: mean over texts, 95 % interval for other clients like these; p: sign-flip "
             "test over these clients, corrected for "
             f"{comparison.tests} lines ({comparison.correction})",
-            *_servers(comparison),
-            *_changed(comparison),
+            *_unlike(comparison),
         ],
         groups=1,
     )
@@ -74,30 +73,21 @@ def _means_table(comparison: Comparison) -> Table:
         f"{comparison.after} beside {comparison.before}: other texts, so nothing is tested",
         [*words("figure"), *figures("before", "after")],
         cells(rows),
-        [
-            f"of the best attack on each text; mean and 95 % {INTERVALS}",
-            *_servers(comparison),
-            *_changed(comparison),
-        ],
+        [f"of the best attack on each text; mean and 95 % {INTERVALS}", *_unlike(comparison)],
     )
 
 
-def _changed(comparison: Comparison) -> list[str]:
-    """Returns what differs between the experiments."""
-    return [
+def _unlike(comparison: Comparison) -> list[str]:
+    """Returns what both servers did, if one is malicious, and how the experiments differ."""
+    runs = zip((comparison.before, comparison.after), comparison.servers, strict=True)
+    servers = [
+        f"{run}: {f'{MALICIOUS}: {server}' if server else 'honest server'}" for run, server in runs
+    ]
+    changed = [
         f"{key}: {' -> '.join('default' if value is None else in_words(value) for value in both)}"
         for key, both in comparison.settings.items()
     ]
-
-
-def _servers(comparison: Comparison) -> list[str]:
-    """Returns what the servers of both runs did, if one of them is malicious."""
-    if not any(comparison.servers):
-        return []
-    runs = zip((comparison.before, comparison.after), comparison.servers, strict=True)
-    return [
-        f"{run}: {f'{MALICIOUS}: {server}' if server else 'honest server'}" for run, server in runs
-    ]
+    return [*servers, *changed] if any(comparison.servers) else changed
 
 
 def difference(change: Difference) -> str:
