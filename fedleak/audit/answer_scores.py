@@ -24,6 +24,9 @@ from fedleak.store.records import UNSCORED, Answer, Fact, LeakageRow, PersonalIt
 from fedleak.training.truth import GroundTruth
 from fedleak.util.rng import stream
 
+Texts = Sequence[Sequence[int]]
+"""Token ids of several texts."""
+
 REFUTED = "it claims a proof of these texts, and they are not what the client trained on"
 """The reason of a row whose answer is proved and not exact."""
 
@@ -82,16 +85,14 @@ class _Match(NamedTuple):
         exact: Whether each text has the same tokens as its answer.
     """
 
-    answers: Sequence[Sequence[int]]
+    answers: Texts
     chosen: Sequence[int | None]
     pairs: tuple[TextPair, ...]
     scores: list[Rouge]
     exact: Sequence[bool]
 
 
-def _match(
-    answers: Sequence[Sequence[int]], truths: Sequence[Sequence[int]], model: LanguageModel
-) -> _Match:
+def _match(answers: Texts, truths: Texts, model: LanguageModel) -> _Match:
     special, answers = model.special_ids(), counted(answers, len(truths), model)
     answer_ids, truth_ids = (
         [_content(tuple(ids), special) for ids in of_all] for of_all in (answers, truths)
@@ -117,9 +118,7 @@ def _match(
     )
 
 
-def score_sequences(
-    answers: Sequence[Sequence[int]], truths: Sequence[Sequence[int]], model: LanguageModel
-) -> Scores:
+def score_sequences(answers: Texts, truths: Texts, model: LanguageModel) -> Scores:
     """Scores sequences one-to-one, content only.
 
     Only the attack's first answers count, as many as there are texts, so that more answers do not
@@ -145,10 +144,7 @@ def score_sequences(
 
 
 def score_control(
-    answers: Sequence[Sequence[int]] | None,
-    tokens: Iterable[int] | None,
-    truths: Sequence[Sequence[int]],
-    model: LanguageModel,
+    answers: Texts | None, tokens: Iterable[int] | None, truths: Texts, model: LanguageModel
 ) -> Scores:
     """Returns what a control scores: ROUGE of its answers, and the recall of its tokens.
 
@@ -167,16 +163,14 @@ def score_control(
     return Scores(content=content, token_recall=recall)
 
 
-def counted(
-    answers: Sequence[Sequence[int]], size: int, model: LanguageModel
-) -> Sequence[Sequence[int]]:
+def counted(answers: Texts, size: int, model: LanguageModel) -> Texts:
     """Returns the answers that count for a batch of `size` texts."""
     # An answer in the files of a run may have any length; no text of a client is longer than this.
     longest = model.max_length
     return _each_once([ids[:longest] for ids in answers], size)[:size]
 
 
-def _each_once(answers: Sequence[Sequence[int]], size: int) -> Sequence[Sequence[int]]:
+def _each_once(answers: Texts, size: int) -> Texts:
     """Returns an answer without repetitions, if it has the whole batch several times over.
 
     If a client reports twice as many texts as it has, its mean gradient stays the same, and a proof
@@ -189,9 +183,7 @@ def _each_once(answers: Sequence[Sequence[int]], size: int) -> Sequence[Sequence
     return [ids for ids, count in counts.items() for _ in range(count // times)]
 
 
-def score_tokens(
-    answer: Iterable[int], truths: Iterable[Sequence[int]], model: LanguageModel
-) -> Overlap:
+def score_tokens(answer: Iterable[int], truths: Texts, model: LanguageModel) -> Overlap:
     """Scores a set of tokens, content only."""
     special = model.special_ids()
     return overlap(set(answer) - special, set(chain(*truths)) - special)
@@ -208,10 +200,7 @@ def score_answer(answer: Answer, truth: GroundTruth, model: LanguageModel) -> Sc
 
 
 def _with_tokens(
-    scores: Scores,
-    answer: Iterable[int],
-    truths: Sequence[Sequence[int]],
-    model: LanguageModel,
+    scores: Scores, answer: Iterable[int], truths: Texts, model: LanguageModel
 ) -> Scores:
     """Returns scores with those of a set of tokens, over the whole batch and for each text."""
     named = set(answer)
@@ -229,9 +218,7 @@ def _with_tokens(
     )
 
 
-def guess(
-    held_out: Sequence[Sequence[int]], truth: GroundTruth, model: LanguageModel, seed: int
-) -> Scores:
+def guess(held_out: Texts, truth: GroundTruth, model: LanguageModel, seed: int) -> Scores:
     """Returns the mean scores of held-out texts, drawn without any update."""
     if not held_out:
         return Scores()

@@ -31,13 +31,7 @@ from fedleak.config.experiment import Experiment
 from fedleak.config.federation.lookup import stored
 from fedleak.config.federation.schedule import malicious_server
 from fedleak.store.lines import Record
-from fedleak.store.records import (
-    LEAKAGE,
-    LEDGER,
-    MEMBERSHIP,
-    LeakageRow,
-    text_counts,
-)
+from fedleak.store.records import LEAKAGE, LEDGER, MEMBERSHIP, LeakageRow, text_counts
 from fedleak.store.run import Key, Run
 from fedleak.store.summaries import Difference, Estimate
 from fedleak.util.errors import CaptureError, FedleakError

@@ -245,12 +245,7 @@ def _attacker(answer: Answer) -> tuple[str, str, tuple[str, ...]]:
 
 def _reading(rows: Sequence[LeakageRow], texts: int) -> CopiesRead:
     """Returns the means over texts of the best score of rows; a text without a score counts 0."""
-    sums = {name: sum(best(rows, name).values()) for name in FIGURES}
     with_personal = len({(row.key, item.text) for row in rows for item in row.personal})
-    return CopiesRead(
-        read=len({row.key for row in rows if row.exact_match}),
-        exact=sums["exact"] / texts,
-        rougeL=sums["rougeL"] / texts,
-        token_recall=sums["token_recall"] / texts,
-        personal_data=sums["personal_data"] / with_personal if with_personal else None,
-    )
+    counts = dict.fromkeys(FIGURES, texts) | {"personal_data": with_personal}
+    means = {n: sum(best(rows, n).values()) / count for n, count in counts.items() if count}
+    return CopiesRead(read=len({row.key for row in rows if row.exact_match}), **means)

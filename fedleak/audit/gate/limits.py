@@ -63,12 +63,9 @@ UTILITY: Mapping[str, int] = {"accuracy": 1, "f1": 1, "mcc": 1, "perplexity": -1
 
 def limit_checks(limits: GateTable, evidence: Evidence) -> list[Check]:
     """Returns a check for each limit on what was measured."""
-    summary = evidence.summary
-    cases = worst_cases(summary)
-    checks = [_leak(name, limit, cases) for name, limit in _named(limits, LEAKS).items()]
-    checks += [
-        _membership(name, limit, evidence) for name, limit in _named(limits, MEMBERSHIP).items()
-    ]
+    summary, checks = evidence.summary, list[Check]()
+    for names, compare in ((LEAKS, _leak), (MEMBERSHIP, _membership)):
+        checks += [compare(name, limit, evidence) for name, limit in _named(limits, names).items()]
     planted = _named(limits, PUBLISHED)
     checks += [_published(name, limit, summary) for name, limit in planted.items()]
     if limits.epsilon is not None:
@@ -115,12 +112,12 @@ def worst_cases(summary: RunSummary) -> list[Case]:
     ]
 
 
-def _leak(name: str, limit: float, cases: Sequence[Case]) -> Check:
+def _leak(name: str, limit: float, evidence: Evidence) -> Check:
     """Compares the figure of the highest case with a limit."""
     leak = LEAKS[name]
     figures: list[tuple[str, Estimate | MeanOfClients]] = []
     lacks = []
-    for case in cases:
+    for case in worst_cases(evidence.summary):
         figure = None if case.worst is None else getattr(case.worst, leak.figure)
         if name == "personal_data" and case.worst is not None and case.worst.personal is None:
             lacks.append(f"{case.prefix}no personal data was found in the private texts")
@@ -252,12 +249,11 @@ def _utility(limits: Mapping[str, float], evidence: Evidence) -> list[Check]:
     try:
         measured = _evaluated(evidence)
     except FedleakError as error:
-        return [untold(name, [str(error)], "") for name in limits]
+        return [untold(name, [str(error)]) for name in limits]
     checks = []
     for name, limit in limits.items():
         if (figure := measured.get(name)) is None:
-            says = f"no {name} was measured on held-out texts"
-            checks.append(untold(name, [says], ""))
+            checks.append(untold(name, [f"no {name} was measured on held-out texts"]))
             continue
         sentence = f"{figure:.3g} on {evidence.summary.held_out} held-out texts; limit {limit:g}"
         checks.append(compared(name, sentence, holds=(figure - limit) * UTILITY[name] >= 0))

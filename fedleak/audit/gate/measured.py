@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
 from fedleak.attacks.reconstruction import Status
-from fedleak.audit.estimates import Largest
 from fedleak.audit.gate.check import Check, compared, untold
 from fedleak.audit.gate.evidence import Evidence
 from fedleak.audit.gate.limits import NAMED, SEQUENCES, Case, worst_cases
@@ -34,12 +33,11 @@ def measured_checks(limits: GateTable, evidence: Evidence, leaks: Collection[str
         evidence: The run.
         leaks: Names of the limits on the worst case.
     """
-    cases, rows = worst_cases(evidence.summary), evidence.rows.leakage
-    checks = [_clients(evidence)]
+    rows, checks = evidence.rows.leakage, [_clients(evidence)]
     if limits.coverage is not None:
         checks.append(_coverage(limits.coverage, evidence))
     if leaks:
-        checks.append(_texts(cases, rows, leaks, evidence.largest))
+        checks.append(_texts(evidence, leaks))
         checks.append(_alarms(rows, leaks))
     names = {*(row.attack for row in rows), *(named.name for named in evidence.experiment.attacks)}
     for name in sorted(names):
@@ -53,12 +51,7 @@ def required_checks(limits: GateTable, evidence: Evidence) -> list[Check]:
     wanted = list(dict.fromkeys(limits.require))
     if limits.canary is not None and CANARY_OF_EVERY_CLIENT not in wanted:
         wanted.append(CANARY_OF_EVERY_CLIENT)
-    return [
-        _canary(evidence)
-        if requirement == CANARY_OF_EVERY_CLIENT
-        else _required(requirement, evidence)
-        for requirement in wanted
-    ]
+    return [_required(requirement, evidence) for requirement in wanted]
 
 
 def _clients(evidence: Evidence) -> Check:
@@ -112,13 +105,9 @@ def _has_answered(row: LeakageRow) -> bool:
     return row.status == Status.RECOVERED or row.texts is not None
 
 
-def _texts(
-    cases: Sequence[Case],
-    rows: Sequence[LeakageRow],
-    leaks: Collection[str],
-    largest: Largest,
-) -> Check:
+def _texts(evidence: Evidence, leaks: Collection[str]) -> Check:
     """Checks that each worst case is about enough clients and texts, and about all of them."""
+    cases, rows = worst_cases(evidence.summary), evidence.rows.leakage
     lacks = [f"{case.prefix}{lack}" for case in cases for lack in _lacks(case, rows, leaks)]
     worst = cases[-1].worst
     if worst is None:
@@ -128,7 +117,7 @@ def _texts(
     sentence = f"{worst.texts} texts of {worst.clients} {units}, by {', '.join(worst.attacks)}"
     if sums:
         sentence += "; it holds for other rounds of these clients, all of them in each sum"
-    elif most := largest.texts:
+    elif most := evidence.largest.texts:
         sentence += f"; it holds for clients who have at most {most} texts, as all have here"
     return untold("texts", lacks, sentence)
 
@@ -248,7 +237,9 @@ def _seconds(name: str, evidence: Evidence) -> float | None:
 
 
 def _required(kind: str, evidence: Evidence) -> Check:
-    """Checks that an attack of a kind has answered for every update that is attacked."""
+    """Checks that canaries, or an attack of a kind for every update attacked, have measured."""
+    if kind == CANARY_OF_EVERY_CLIENT:
+        return _canary(evidence)
     expected = {*captures_of(evidence.run, evidence.experiment)}
     kinds = evidence.kinds
     answered = {

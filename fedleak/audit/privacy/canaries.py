@@ -156,14 +156,9 @@ class Tally:
     ledger: LedgerRow | None
 
     @property
-    def whole(self) -> bool:
-        """Whether its canaries are whole updates."""
-        return self.rows[0].whole
-
-    @property
     def signed(self) -> bool:
-        """Whether its canaries are plus or minus, and not in or out."""
-        return self.whole and not self.rows[0].joined
+        """Whether its canaries are whole updates, plus or minus, and not in or out."""
+        return self.rows[0].whole and not self.rows[0].joined
 
     @property
     def sampled(self) -> bool:
@@ -173,7 +168,7 @@ class Tally:
     @property
     def unit(self) -> str:
         """What its canaries stand for."""
-        return "client" if self.whole else "example"
+        return "client" if self.rows[0].whole else "example"
 
     @property
     def epsilon(self) -> Epsilon:
@@ -318,11 +313,7 @@ def _bound(cell: Sequence[Tally], alpha: float, delta: float) -> CanaryBound:
 def _accounted(cell: Sequence[Tally]) -> Epsilon:
     """Returns the weakest guarantee of a cell's clients."""
     epsilons = [tally.epsilon for tally in cell]
-    return (
-        accounting.NONE
-        if accounting.NONE in epsilons
-        else max(float(epsilon) for epsilon in epsilons)
-    )
+    return accounting.NONE if accounting.NONE in epsilons else max(map(float, epsilons))
 
 
 def _contradiction(cell: Sequence[Tally], alpha: float, delta: float) -> str | None:

@@ -168,8 +168,12 @@ class _Text:
     inside: bool
 
 
-def _texts(rows: Sequence[MembershipRow], score: str) -> dict[tuple[int, int], _Text]:
-    """Returns the texts of all rows of an attack, by client and number."""
+_Texts = Mapping[tuple[int, int], _Text]
+"""Texts by client and number."""
+
+
+def _texts(rows: Sequence[MembershipRow], score: str) -> _Texts:
+    """Returns the texts of all rows of an attack."""
     appearances_by_text: dict[tuple[int, int], list[tuple[float, bool, int]]] = defaultdict(list)
     for row in rows:
         of_row = zip(row.texts, row.scores[score], row.inside, strict=True)
@@ -237,7 +241,7 @@ def _figures(
     )
 
 
-def _area(texts: Mapping[tuple[int, int], _Text], largest: int) -> Estimate | None:
+def _area(texts: _Texts, largest: int) -> Estimate | None:
     """Returns the area under the ROC curve over texts of the same client, with its interval."""
     shares = _shares_of_members(texts)
     if not shares:
@@ -276,7 +280,7 @@ def _by_round(rows: Sequence[MembershipRow], score: str) -> tuple[RoundFigure, .
     )
 
 
-def _shares_of_members(texts: Mapping[tuple[int, int], _Text]) -> dict[tuple[int, int], float]:
+def _shares_of_members(texts: _Texts) -> dict[tuple[int, int], float]:
     """Returns for each member, by client and number, the share of controls that score lower."""
     shares: dict[tuple[int, int], float] = {}
     for names in grouped(texts, lambda name: name[0]).values():
@@ -333,9 +337,7 @@ def found_where(
     )
 
 
-def _pairs(
-    rows: Sequence[MembershipRow], texts: Mapping[tuple[int, int], _Text]
-) -> tuple[list[float], list[bool]]:
+def _pairs(rows: Sequence[MembershipRow], texts: _Texts) -> tuple[list[float], list[bool]]:
     """Returns for each pair how much higher the first in the list scores, and whether it was in."""
     used: set[int] = set()
     differences, coins = [], []
