@@ -197,20 +197,19 @@ def _have_one_list(runs: Sequence[Run], attack: str) -> bool:
 
 def _changed(before: Experiment, after: Experiment) -> dict[str, tuple[JsonValue, JsonValue]]:
     """Returns what differs between two experiments, by key; a default counts as left out."""
-    flat = [
-        {
-            f"{name}.{key}" if isinstance(value, dict) else name: inner
-            for name, value in table.items()
-            for key, inner in (value.items() if isinstance(value, dict) else [("", value)])
-        }
-        for table in (
-            run.model_dump(mode="json", exclude={"name", "workers"}, exclude_defaults=True)
-            for run in (before, after)
-        )
-    ]
-    keys = sorted({*flat[0], *flat[1]})
-    both = {key: (flat[0].get(key), flat[1].get(key)) for key in keys}
+    old, new = dict(_settings(before)), dict(_settings(after))
+    both = {key: (old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys())}
     return {key: values for key, values in both.items() if values[0] != values[1]}
+
+
+def _settings(experiment: Experiment) -> Iterator[tuple[str, JsonValue]]:
+    """Yields the values of an experiment that are no defaults, by key; tables are taken apart."""
+    table = experiment.model_dump(mode="json", exclude={"name", "workers"}, exclude_defaults=True)
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from ((f"{name}.{key}", inner) for key, inner in value.items())
+        else:
+            yield name, value
 
 
 def _means(

@@ -29,12 +29,7 @@ def detection_rows(run: Run, gaps: Gaps, before: Iterable[DetectionRow]) -> list
     """Returns the rows of detections.jsonl; earlier rows stay if the client's note is gone."""
     notes = read_notes(run.detected, DetectionNote, gaps)
     rows = [
-        DetectionRow(
-            **key._asdict(),
-            hash=note.hash,
-            refused=note.refused,
-            **finding.model_dump(),
-        )
+        DetectionRow(**key._asdict(), hash=note.hash, refused=note.refused, **finding.model_dump())
         for key, note in notes.items()
         if note is not None
         for finding in note.findings

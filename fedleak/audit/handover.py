@@ -222,10 +222,10 @@ class _Check:
 
     def _why_wrong_note(self, client: int, note: ClientNote) -> str | None:
         """Returns why a note cannot be of a client's defenses; None if it can."""
-        own = {
-            number: defense.kind for number, defense in self._experiment.defenses_of(client).items()
-        }
-        if any(own.get(did.defense) != did.kind for did in note.defenses):
+        own = self._experiment.defenses_of(client)
+        if any(
+            did.defense not in own or own[did.defense].kind != did.kind for did in note.defenses
+        ):
             return f"client {client} has other defenses in this run"
         most = self._experiment.local_training.steps(examples(self._run).training)
         if any(not 1 <= event.steps <= most for event in note.events):

@@ -54,7 +54,7 @@ def ladder(
             Rung(
                 granted=granted,
                 attacks=dict(of_rung),
-                worst_case=worst_case(_rows_of(rows, of_rung.values()), finished, largest),
+                worst_case=worst_case(rows_of(rows, of_rung.values()), finished, largest),
                 worth=differences,
             )
             for granted, of_rung, differences in zip(rungs, named, worth, strict=True)
@@ -86,7 +86,7 @@ def _worth(
 ) -> Iterator[Difference]:
     """Yields the differences of a rung to the rung without facts."""
     # A client without noise, for example, has no noise scale that could be told.
-    there = {row.key for row in _rows_of(rows, rung.values()) if granted & set(row.knows)}
+    there = {row.key for row in rows_of(rows, rung.values()) if granted & set(row.knows)}
     both = [name for name in rung if name in nothing]
     changed = [name for name in both if rung[name] != nothing[name]]
     if not changed:
@@ -105,7 +105,7 @@ def _worth(
                 yield difference(attack, figure, pairs, old, new, largest)
 
 
-def _rows_of(rows: Sequence[LeakageRow], names: Iterable[str]) -> list[LeakageRow]:
+def rows_of(rows: Sequence[LeakageRow], names: Iterable[str]) -> list[LeakageRow]:
     """Returns the rows of attacks with these names."""
     wanted = set(names)
     return [row for row in rows if row.attack in wanted]

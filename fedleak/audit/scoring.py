@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
 from fedleak.attacks import unchecked
 from fedleak.attacks.reconstruction import Status
@@ -17,7 +18,6 @@ from fedleak.audit.answer_scores import Scored, Scores
 from fedleak.audit.gaps import Gaps, Known, find_gaps, read_notes
 from fedleak.audit.kept_texts import read_candidates, read_held_out
 from fedleak.audit.metrics import personal_data
-from fedleak.audit.metrics.personal_data import Item
 from fedleak.audit.privacy import canaries, ledger, membership
 from fedleak.audit.score_files import Recorded, primary, salvaged, write
 from fedleak.audit.summary import summarise
@@ -170,6 +170,7 @@ def _scored(
     # Poisson sampling may draw nobody, and then there is nothing to find.
     known = {key: truth for key, truth in truths.items() if truth is not None and truth.sequences}
     guesses, model, shared = _guesses(run, recorded, known), recorded.model, _in_other_sums(known)
+    controls = recorded.experiment.audit.controls
     recognise = personal_data.recogniser(recorded.experiment.audit, model)
     items = {
         key: personal_data.find(truth.sequences, model, recognise) for key, truth in known.items()
@@ -181,10 +182,13 @@ def _scored(
         if given is not None and truths[key] is None and not has_scores:
             scored.append(Scored(answer_scores.unscored(given), ()))
         elif given is not None and key in known and not _would_lose_scores(given, before):
-            of_attack, truth = recovered[attack], known[key]
-            new = _new(recorded, given, truth, before, of_attack, guesses[key], items[key])
-            apart = key.client == EVERYONE and shared.isdisjoint(truth.sequences)
-            scored.append(replace(new, row=new.row.model_copy(update={"apart": apart})))
+            truth, other = known[key], _other_client(key, recovered[attack]) if controls else None
+            new = answer_scores.compared(given, truth, model, other=other, guessed=guesses[key])
+            new = answer_scores.with_personal_data(new, items[key], given, other, model)
+            update = {"apart": key.client == EVERYONE and shared.isdisjoint(truth.sequences)}
+            if controls and other is None and before is not None:  # the other's answer is gone
+                update |= _control_of(before, new.row)
+            scored.append(replace(new, row=new.row.model_copy(update=update)))
         # A failed answer measured nothing, so without the answer there is nothing to keep.
         elif before is not None and (given is not None or before.status != Status.FAILED):
             scored.append(Scored(before, ()))
@@ -215,32 +219,16 @@ def _guesses(
     }
 
 
-def _new(
-    recorded: Recorded,
-    answer: Answer,
-    truth: GroundTruth,
-    before: LeakageRow | None,
-    recovered: Mapping[int, Sequence[Answer]],
-    guessed: Scores,
-    items: tuple[Item, ...],
-) -> Scored:
-    """Returns the row of an answer whose truth is known."""
-    controls, model = recorded.experiment.audit.controls, recorded.model
-    other = _other_client(answer.key, recovered) if controls else None
-    new = answer_scores.compared(answer, truth, model, other=other, guessed=guessed)
-    new = answer_scores.with_personal_data(new, items, answer, other, model)
-    if controls and other is None and before is not None:  # the other's answer is gone
-        kept: dict[str, object] = {
-            "control_rougeL": before.control_rougeL,
-            "control_token_recall": before.control_token_recall,
-        }
-        if len(before.personal) == len(items):
-            pieces = zip(new.row.personal, before.personal, strict=True)
-            kept["personal"] = tuple(
-                item.model_copy(update={"control": earlier.control}) for item, earlier in pieces
-            )
-        new = replace(new, row=new.row.model_copy(update=kept))
-    return new
+def _control_of(before: LeakageRow, row: LeakageRow) -> dict[str, Any]:
+    """Returns the figures of the control in the earlier row of an answer."""
+    names = ("control_rougeL", "control_token_recall")
+    kept: dict[str, Any] = {name: getattr(before, name) for name in names}
+    if len(before.personal) == len(row.personal):
+        pieces = zip(row.personal, before.personal, strict=True)
+        kept["personal"] = tuple(
+            item.model_copy(update={"control": earlier.control}) for item, earlier in pieces
+        )
+    return kept
 
 
 def _would_lose_scores(answer: Answer, before: LeakageRow | None) -> bool:

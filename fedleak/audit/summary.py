@@ -141,6 +141,7 @@ def attack_summary(rows: Sequence[LeakageRow], largest: Largest) -> summaries.At
     """
     measured = [row for row in rows if row.rougeL is not None]
     sizes = [row.batch_size or 0 for row in measured]
+    exact = [(row, row.exact_match or 0.0) for row in measured]
 
     def mean_of(name: str) -> Estimate | None:
         values = [(row, value) for row in rows if (value := getattr(row, name)) is not None]
@@ -154,12 +155,7 @@ def attack_summary(rows: Sequence[LeakageRow], largest: Largest) -> summaries.At
         knows=tuple(sorted(set(chain.from_iterable(row.knows for row in rows)))),
         sequences=sum(sizes),
         clients=len({row.client for row in measured}),
-        exact_match=estimates.mean_over_clients(
-            [(row, row.exact_match or 0.0) for row in measured],
-            1.0,
-            sizes,
-            largest=largest.texts,
-        ),
+        exact_match=estimates.mean_over_clients(exact, 1.0, sizes, largest=largest.texts),
         **{name: mean_of(name) for name in MEANS},
         personal=estimates.personal_data([(row, item) for row in rows for item in row.personal]),
         facts={

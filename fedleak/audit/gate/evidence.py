@@ -14,6 +14,7 @@ from fedleak.audit.answered import answered
 from fedleak.audit.estimates import Largest, largest_client
 from fedleak.audit.gaps import NAMED
 from fedleak.audit.gate.check import Check, untold
+from fedleak.audit.ladder import rows_of
 from fedleak.audit.worst_case import worst_case
 from fedleak.config.experiment import Experiment
 from fedleak.config.federation.schedule import expected_captures
@@ -97,19 +98,18 @@ def gather(run: Run) -> Evidence:
 def recounted(evidence: Evidence, rows: Sequence[LeakageRow]) -> Evidence:
     """Returns the run with other rows of leakage.jsonl, and with the worst cases of these rows."""
     finished = {answer.id: place for place, answer in enumerate(evidence.answers)}
-    summary = evidence.summary.model_copy(
-        update={"worst_case": worst_case(rows, finished, evidence.largest)}
-    )
-    if summary.ladder is not None:
-        rungs = []
-        for rung in summary.ladder.rungs:
-            names = {*rung.attacks.values()}
-            of_rung = worst_case(
-                [row for row in rows if row.attack in names], finished, evidence.largest
-            )
-            rungs.append(rung.model_copy(update={"worst_case": of_rung}))
-        ladder = summary.ladder.model_copy(update={"rungs": tuple(rungs)})
-        summary = summary.model_copy(update={"ladder": ladder})
+
+    def read(of_attacks: Sequence[LeakageRow]) -> dict[str, Any]:
+        return {"worst_case": worst_case(of_attacks, finished, evidence.largest)}
+
+    changed = read(rows)
+    if (ladder := evidence.summary.ladder) is not None:
+        rungs = [
+            rung.model_copy(update=read(rows_of(rows, rung.attacks.values())))
+            for rung in ladder.rungs
+        ]
+        changed["ladder"] = ladder.model_copy(update={"rungs": tuple(rungs)})
+    summary = evidence.summary.model_copy(update=changed)
     return replace(evidence, rows=replace(evidence.rows, leakage=rows), summary=summary)
 
 

@@ -84,10 +84,8 @@ def clustered_mean(
     sums = np.bincount(indices, counted * np.asarray(values, float))
     mean = float(sums.sum() / sizes.sum())
     unseen = max(largest, sizes.max())
-    sizes, lowest, highest = (
-        np.append(known, added)
-        for known, added in ((sizes, unseen), (sums, least * unseen), (sums, most * unseen))
-    )
+    sizes = np.append(sizes, unseen)
+    lowest, highest = np.append(sums, least * unseen), np.append(sums, most * unseen)
     draws = _weightings(len(sizes))
     low = np.quantile(draws @ lowest / (draws @ sizes), miss)
     high = np.quantile(draws @ highest / (draws @ sizes), 1 - miss)

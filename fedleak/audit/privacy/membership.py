@@ -92,8 +92,7 @@ def membership_rows(
                 continue
             texts = rows[key, attack].texts
         rows[key, attack] = MembershipRow(
-            round=key.round,
-            client=key.client,
+            **key._asdict(),
             attack=attack,
             texts=texts,
             inside=made.inside,

@@ -3,7 +3,6 @@
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from rich import box
 from rich.cells import cell_len
@@ -45,29 +44,18 @@ def least_width(table: Table, *, breaks: bool = False) -> int:
 
     To have Rich measure it takes most of the time of printing a run.
     """
-    widths = [_widths(column, lines) for column, lines in _columns(table)]
-    columns = zip(table.columns, widths, strict=True)
-    needed = [width.word if breaks or column.words else width.line for column, width in columns]
+    columns = _measured(table)
+    needed = [longest if breaks or col.words else widest for col, longest, widest in columns]
     return sum(needed) + 2 * len(needed) + 1  # a space behind each, and one beside it or the edge
 
 
-def _columns(table: Table) -> Iterator[tuple[Column, list[str]]]:
-    """Yields each column with its lines."""
+def _measured(table: Table) -> Iterator[tuple[Column, int, int]]:
+    """Yields each column with the widths of its longest word and of its longest line."""
     for place, column in enumerate(table.columns):
-        yield column, [line for row in table.rows for line in row[place].lines]
-
-
-class _Widths(NamedTuple):
-    """The cells that the longest word of a column takes, and its longest line."""
-
-    word: int
-    line: int
-
-
-def _widths(column: Column, lines: Sequence[str]) -> _Widths:
-    words = [word for line in (printable(column.heading), *lines) for word in line.split()]
-    longest = max(map(cell_len, words), default=0)
-    return _Widths(longest, max([longest, *map(cell_len, lines)]))
+        lines = [line for row in table.rows for line in row[place].lines]
+        words = [word for line in (printable(column.heading), *lines) for word in line.split()]
+        longest = max(map(cell_len, words), default=0)
+        yield column, longest, max([longest, *map(cell_len, lines)])
 
 
 def _share_room(shown: RichTable, room: int) -> None:
@@ -91,8 +79,8 @@ def _rich_table(table: Table, *, breaks: bool = False) -> RichTable:
         padding=(0, 1, 0, 0),
         title_justify="left",
     )
-    for column, lines in _columns(table):
-        _add_column(shown, column, lines, breaks or column.words)
+    for column, longest, widest in _measured(table):
+        _add_column(shown, column, longest, widest, breaks or column.words)
     last: Sequence[Cell] | None = None
     for row in table.rows:
         group = row[: table.groups]
@@ -105,9 +93,8 @@ def _rich_table(table: Table, *, breaks: bool = False) -> RichTable:
     return shown
 
 
-def _add_column(shown: RichTable, column: Column, lines: Sequence[str], breaks: bool) -> None:
+def _add_column(shown: RichTable, column: Column, longest: int, widest: int, breaks: bool) -> None:
     """Adds a column in which no word is broken unless it is very long."""
-    longest, widest = _widths(column, lines)
     shown.add_column(
         Text(textwrap.fill(printable(column.heading), max(widest, 1))),
         justify="left" if column.words else "right",
