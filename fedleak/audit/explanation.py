@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fedleak import attacks
-from fedleak.attacks import Attack, AttackSetting, Equipped, Planned, Step
+from fedleak.attacks import AttackSetting, Equipped, Planned, Step
 from fedleak.config import checks
-from fedleak.config.components import build_attack
+from fedleak.config.components import NamedAttack, build_attack
 from fedleak.config.experiment import Experiment
 from fedleak.config.federation.trainable import trainable
 from fedleak.config.federation.workload import outline
@@ -70,22 +70,17 @@ def explain(experiment: Experiment) -> Explanation:
     settings = checks.attack_settings(experiment, model)
     knows = experiment.server_facts | experiment.threat_model.knows
     listed = {named.attack.kind for named in experiment.attacks}
-    others = sorted(attacks.kinds().keys() - listed)
+    by_default = checks.grant(settings, experiment.threat_model)
     return Explanation(
         captured=tuple(len(setting.shared) for setting in settings),
         parameters=len(model.trained()),
         knows=tuple(sorted(knows)),
         unknown=tuple(sorted(GRANTABLE - knows)),
         attacks=(
+            *(_applicability(named, settings, listed=True) for named in experiment.attacks),
             *(
-                _applicability(
-                    named.name, named.attack, checks.grant(settings, named.threat), listed=True
-                )
-                for named in experiment.attacks
-            ),
-            *(
-                _applicability_by_default(kind, checks.grant(settings, experiment.threat_model))
-                for kind in others
+                _applicability_by_default(kind, by_default)
+                for kind in sorted(attacks.kinds().keys() - listed)
             ),
         ),
     )
@@ -102,29 +97,29 @@ def _model(experiment: Experiment) -> LanguageModel:
 
 
 def _applicability(
-    name: str, attack: Attack, settings: Sequence[AttackSetting], *, listed: bool
+    named: NamedAttack, settings: Sequence[AttackSetting], *, listed: bool
 ) -> Applicability:
-    problem = None
+    attack, problem = named.attack, None
+    settings = checks.grant(settings, named.threat)
     if isinstance(attack, Equipped):
         try:
             attack.check_equipment()
         except ConfigError as error:
             problem = str(error)
-    obstacles = tuple(attack.obstacle(setting) for setting in settings)
-    plans = (
-        [tuple(attack.plan(setting)) for setting in settings] if isinstance(attack, Planned) else []
-    )
+    plans = [tuple(attack.plan(s)) for s in settings] if isinstance(attack, Planned) else []
     return Applicability(
-        name=name, listed=listed, obstacles=obstacles, problem=problem, plans=tuple(plans)
+        name=named.name,
+        listed=listed,
+        obstacles=tuple(attack.obstacle(setting) for setting in settings),
+        problem=problem,
+        plans=tuple(plans),
     )
 
 
 def _applicability_by_default(kind: str, settings: Sequence[AttackSetting]) -> Applicability:
     """Returns whether an attack can work with its default settings."""
     try:
-        named = build_attack(0, {"kind": kind})
-        granted = checks.grant(settings, named.threat)
-        return _applicability(kind, named.attack, granted, listed=False)
+        return _applicability(build_attack(0, {"kind": kind}), settings, listed=False)
     except ConfigError as error:
         return Applicability(
             name=kind, listed=False, obstacles=(), problem=f"has no defaults: {error}"

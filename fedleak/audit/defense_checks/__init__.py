@@ -25,10 +25,10 @@ from fedleak.audit.defense_checks.sent_update import changes, keeps
 from fedleak.config.checks import check_defenses
 from fedleak.config.experiment import Experiment
 from fedleak.config.federation.lookup import client_sizes
-from fedleak.config.federation.protection import Protection, protection
+from fedleak.config.federation.protection import protection
 from fedleak.config.federation.workload import divide, read_data
 from fedleak.config.sent_parameters import selected_parameters
-from fedleak.defenses import Defense, TrustedAggregator
+from fedleak.defenses import TrustedAggregator
 from fedleak.models import LanguageModel, loading
 from fedleak.models.parameter_selection import select
 from fedleak.store.run import Run
@@ -117,8 +117,20 @@ def check(experiment: Experiment, sizes: Sequence[int] | None = None) -> list[Fi
     for number, placed in enumerate(experiment.defenses):
         client = placed.clients[0] if placed.clients else 0
         of_client = protection(experiment, client, len(parts[client]))
-        name = f"defense[{number}] ({placed.part.kind})"
-        bench = _bench(experiment, model, texts, of_client, of_client.defenses[number])
+        bench = Bench(
+            model=model,
+            texts=texts,
+            plain=replace(
+                experiment.local_training,
+                kind=UpdateKind.GRADIENT,  # FedAvg takes one step: its noise is what was added
+                batch_size=min(experiment.federation.batch_size, of_client.num_examples),
+                dropout=False,
+            ),
+            defense=of_client.defenses[number],
+            num_examples=of_client.num_examples,
+            seed=experiment.seed,
+            sends=experiment.local_training.kind,
+        )
         tests = chain(
             combines(bench) if isinstance(bench.defense, TrustedAggregator) else changes(bench),
             keeps(bench),
@@ -127,7 +139,7 @@ def check(experiment: Experiment, sizes: Sequence[int] | None = None) -> list[Fi
             guarantees(bench),
             measured(bench, experiment, client),
         )
-        findings += _findings(name, tests)
+        findings += _findings(f"defense[{number}] ({placed.part.kind})", tests)
     return findings + _findings("the update", _all_together(experiment, model, texts, parts))
 
 
@@ -136,31 +148,6 @@ def _findings(name: str, tests: Iterable[Test]) -> list[Finding]:
         Finding(defense=name, claim=claim, holds=holds, figures=figures)
         for claim, holds, figures in tests
     ]
-
-
-def _bench(
-    experiment: Experiment,
-    model: LanguageModel,
-    texts: Batch,
-    of_client: Protection,
-    defense: Defense,
-) -> Bench:
-    """Returns the bench of one defense. FedAvg takes one step: its noise is what was added."""
-    plain = replace(
-        experiment.local_training,
-        kind=UpdateKind.GRADIENT,
-        batch_size=min(experiment.federation.batch_size, of_client.num_examples),
-        dropout=False,
-    )
-    return Bench(
-        model=model,
-        texts=texts,
-        plain=plain,
-        defense=defense,
-        num_examples=of_client.num_examples,
-        seed=experiment.seed,
-        sends=experiment.local_training.kind,
-    )
 
 
 def _all_together(

@@ -116,5 +116,4 @@ def _preferred(
     """Yields held-out texts in a text's order of preference."""
     order = torch.randperm(len(free), generator=stream(seed, "beside", *member.ids)).tolist()
     # First this client's share of them, so that clients seldom want the same text.
-    yield from (free[i] for i in order if i % clients == client)
-    yield from (free[i] for i in order if i % clients != client)
+    yield from (free[i] for i in sorted(order, key=lambda i: i % clients != client))

@@ -228,10 +228,8 @@ def guarantee(rows: Sequence[LedgerRow]) -> Guarantee | None:
     def size(row: LedgerRow) -> float:
         return math.inf if row.epsilon == accounting.NONE else float(row.epsilon)
 
-    of_client = [
-        min((row for row in last.values() if row.client == client), key=size)
-        for client in sorted({row.client for row in rows})
-    ]
+    of_clients = grouped(last.values(), lambda row: row.client)
+    of_client = [min(own, key=size) for _, own in sorted(of_clients.items())]
     if not of_client:
         return None
     largest = max(of_client, key=size)

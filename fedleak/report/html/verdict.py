@@ -1,6 +1,6 @@
 """The verdict: sentences that figures support. None of them calls a setting safe."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fedleak.attacks.reconstruction import Status
@@ -160,14 +160,13 @@ def granted(experiment: Experiment, summary: RunSummary) -> Sequence[str]:
     return summary.ladder.top.granted if summary.ladder else sorted(experiment.threat.knows)
 
 
-def late(rows: Iterable[LeakageRow]) -> frozenset[Key]:
+def late(rows: Sequence[LeakageRow]) -> frozenset[Key]:
     """Returns the updates on which an attack's time was up and for which nothing is proved."""
-    rows = list(rows)
     up = {row.key for row in rows if row.diagnostics.get("time_up")}
     return frozenset(up - {row.key for row in rows if row.verified})
 
 
-def unordered(rows: Iterable[LeakageRow], read: Mapping[Key, ReadShare]) -> int:
+def unordered(rows: Sequence[LeakageRow], read: Mapping[Key, ReadShare]) -> int:
     """Counts the updates whose words are known and whose order more time may read."""
     unfinished = late(rows)
     return sum(

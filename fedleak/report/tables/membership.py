@@ -59,6 +59,7 @@ def membership_tables(summary: MembershipSummary) -> list[Table]:
 
 def _cells(row: MembershipFigures) -> list[str]:
     epsilon = NO_BOUND if row.epsilon is None else bound(row.epsilon)
+    by_round = (f"{in_round.auc:.2f}" for in_round in row.rounds)
     return [
         row.score,
         interval(row.auc, places=2),
@@ -67,14 +68,8 @@ def _cells(row: MembershipFigures) -> list[str]:
         NO_BOUND if row.p is None else f"{row.p:.2g}",
         epsilon,
         f"{row.members:,} / {row.controls:,}",
-        _by_round(row),
+        first_of(by_round, MOST_ROUNDS, more=", and {} more"),
     ]
-
-
-def _by_round(row: MembershipFigures) -> str:
-    """Returns the area in each of the first rounds."""
-    areas = (f"{in_round.auc:.2f}" for in_round in row.rounds)
-    return first_of(areas, MOST_ROUNDS, more=", and {} more")
 
 
 def _notes(summary: MembershipSummary) -> list[str]:

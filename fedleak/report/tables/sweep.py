@@ -68,9 +68,8 @@ def attacks_table(collected: SweepSummary) -> Table:
         if measure:
             settings.append(number(utility(cell, measure), 2 if measure == "mcc" else 1))
         if guaranteed:
-            privacy = cell.privacy
-            settings.append(few_digits(privacy.epsilon if privacy else None))
-            settings.append(few_digits(privacy.noise_multiplier if privacy else None))
+            both = (getattr(cell.privacy, name, None) for name in ("epsilon", "noise_multiplier"))
+            settings += map(few_digits, both)
         lines = [
             _attack_cells(cell, name, summary, areas.values())
             for name, summary in cell.attacks.items()
