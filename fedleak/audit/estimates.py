@@ -72,12 +72,12 @@ def estimate(
     return Estimate(**of_value._asdict(), of_clients=MeanOfClients(**of_client._asdict()))
 
 
+Valued = Sequence[tuple[LeakageRow, float]]
+"""Values, each with the row that it is about."""
+
+
 def mean_over_clients(
-    rows_and_values: Sequence[tuple[LeakageRow, float]],
-    most: float,
-    weights: Sequence[float] | None = None,
-    *,
-    largest: float,
+    rows_and_values: Valued, most: float, weights: Sequence[float] | None = None, *, largest: float
 ) -> Estimate | None:
     """Returns the mean of values with its interval over clients; None if there are none.
 

@@ -81,6 +81,10 @@ def limit_checks(limits: GateTable, evidence: Evidence) -> list[Check]:
     return checks
 
 
+_Figures = list[tuple[str, Estimate | MeanOfClients]]
+"""Figures with their intervals, each with words that name it."""
+
+
 def _named(limits: GateTable, names: Mapping[str, object]) -> dict[str, float]:
     return {name: limit for name in names if (limit := getattr(limits, name)) is not None}
 
@@ -115,8 +119,7 @@ def worst_cases(summary: RunSummary) -> list[Case]:
 def _leak(name: str, limit: float, evidence: Evidence) -> Check:
     """Compares the figure of the highest case with a limit."""
     leak = LEAKS[name]
-    figures: list[tuple[str, Estimate | MeanOfClients]] = []
-    lacks = []
+    figures, lacks = _Figures(), []
     for case in worst_cases(evidence.summary):
         figure = None if case.worst is None else getattr(case.worst, leak.figure)
         if name == "personal_data" and case.worst is not None and case.worst.personal is None:
@@ -128,20 +131,14 @@ def _leak(name: str, limit: float, evidence: Evidence) -> Check:
     return _highest(name, leak.says, limit, figures, lacks)
 
 
-def _both(prefix: str, figure: Estimate) -> list[tuple[str, Estimate | MeanOfClients]]:
-    """Returns the mean over texts and the mean over clients, each with words that name it."""
+def _both(prefix: str, figure: Estimate) -> _Figures:
+    """Returns the mean over texts and the mean over clients."""
     if figure.of_clients is None:
         return [(prefix, figure)]
     return [(prefix, figure), (f"{prefix}each client counted once, ", figure.of_clients)]
 
 
-def _highest(
-    name: str,
-    says: str,
-    limit: float,
-    figures: Sequence[tuple[str, Estimate | MeanOfClients]],
-    lacks: Sequence[str],
-) -> Check:
+def _highest(name: str, says: str, limit: float, figures: _Figures, lacks: Sequence[str]) -> Check:
     """Compares the highest upper end of an interval with a limit.
 
     If a figure exceeds the limit, the check fails even if another figure is not known.

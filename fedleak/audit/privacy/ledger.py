@@ -55,12 +55,12 @@ class ClientNote(BaseModel):
         return self
 
 
+Noted = Mapping[Key, ClientNote | None]
+"""Clients' notes by round and client; None: damaged."""
+
+
 def ledger(
-    run: Run,
-    experiment: Experiment,
-    notes: Mapping[Key, ClientNote | None],
-    gaps: Gaps,
-    before: Iterable[LedgerRow],
+    run: Run, experiment: Experiment, notes: Noted, gaps: Gaps, before: Iterable[LedgerRow]
 ) -> list[LedgerRow]:
     """Returns the rows of privacy.jsonl: what each client has spent by each of its rounds.
 
@@ -149,7 +149,7 @@ def _of_users(
         )
 
 
-def _drawn_otherwise(notes: Mapping[Key, ClientNote | None]) -> Iterator[str]:
+def _drawn_otherwise(notes: Noted) -> Iterator[str]:
     """Yields a sentence for each client whose steps did not draw records as its events announce.
 
     Under Poisson sampling each step takes each record by a coin. Else no record is in more steps
@@ -236,9 +236,7 @@ def guarantee(rows: Sequence[LedgerRow]) -> Guarantee | None:
     return Guarantee(**{name: getattr(largest, name) for name in Guarantee.model_fields})
 
 
-def defense_rows(
-    notes: Mapping[Key, ClientNote | None], before: Iterable[DefenseRow]
-) -> list[DefenseRow]:
+def defense_rows(notes: Noted, before: Iterable[DefenseRow]) -> list[DefenseRow]:
     """Returns the rows of defenses.jsonl: what each defense did to each update.
 
     The earlier rows of an update whose note is gone stay.

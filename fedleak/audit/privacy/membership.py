@@ -123,8 +123,8 @@ def summarised(
         confidence=CONFIDENCE,
         delta=experiment.privacy.delta,
         figures=tuple(
-            _figures(experiment, attack, score, of_score, cells, largest.texts)
-            for (attack, score), of_score in by_score.items()
+            _figures(experiment, score, of_score, cells, largest.texts)
+            for (_, score), of_score in by_score.items()
         ),
     )
 
@@ -190,19 +190,14 @@ def _texts(rows: Sequence[MembershipRow], score: str) -> _Texts:
 
 
 def _figures(
-    experiment: Experiment,
-    attack: str,
-    score: str,
-    rows: Sequence[MembershipRow],
-    cells: int,
-    largest: int,
+    experiment: Experiment, score: str, rows: Sequence[MembershipRow], cells: int, largest: int
 ) -> MembershipFigures:
     """Returns the figures of one score.
 
     Args:
         experiment: What was prepared.
-        attack, score: The names of the attack and of the score.
-        rows: Rows of the attack.
+        score: Its name.
+        rows: Rows of one attack.
         cells: How many attacks and scores share the error of the bounds.
         largest: How many members a client has at most.
     """
@@ -221,7 +216,7 @@ def _figures(
     # How much members score above their partners.
     raised = [d if first else -d for d, first in zip(differences, coins, strict=True)]
     return MembershipFigures(
-        attack=attack,
+        attack=rows[0].attack,
         score=score,
         updates=len(rows),
         clients=None if EVERYONE in clients else len(clients),

@@ -105,7 +105,7 @@ def leakage_table(
         ],
         cells(
             [
-                *_row(key, of_update[key], read[key], spent.get(key.round, ()), attacks),
+                *_row(of_update[key], read[key], spent.get(key.round, ()), attacks),
                 *[Cell("changed", Tone.ALARM) if key in changed else "honest"] * bool(changed),
             ]
             for key in shown
@@ -117,13 +117,9 @@ def leakage_table(
 
 
 def _row(
-    key: Key,
-    rows: Sequence[LeakageRow],
-    read: ReadShare,
-    ledger: Sequence[LedgerRow],
-    attacks: Sequence[str],
+    rows: Sequence[LeakageRow], read: ReadShare, ledger: Sequence[LedgerRow], attacks: Sequence[str]
 ) -> Row:
-    answers = {row.attack: row for row in rows}
+    key, answers = rows[0].key, {row.attack: row for row in rows}
     # A row whose truth is damaged lacks the sizes that other rows of the update have.
     whole = max(rows, key=lambda row: row.batch_size or 0)
     guesses = [row.guess_rougeL for row in rows if row.guess_rougeL is not None]
