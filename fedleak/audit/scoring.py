@@ -30,8 +30,8 @@ from fedleak.store.summaries import SUMMARY, PositiveControl, RunSummary
 from fedleak.training.truth import GroundTruth
 from fedleak.util.errors import CaptureError, FedleakError
 
-AnswerId = tuple[Key, str]
-"""The update that an answer is about, and the name of the attack."""
+Answers = Mapping[tuple[Key, str], Answer]
+"""Answers by the update that they are about and the name of the attack."""
 
 Truths = Mapping[Key, GroundTruth | None]
 """What clients trained on; None where that is missing or damaged."""
@@ -158,9 +158,7 @@ def _readable_truth(run: Run, key: Key, model: LanguageModel) -> GroundTruth | N
     raise CaptureError(f"{run.path / 'vault' / f'{key}.json'} is damaged ({reason})")
 
 
-def _scored(
-    run: Run, recorded: Recorded, answers: Mapping[AnswerId, Answer], truths: Truths
-) -> list[Scored]:
+def _scored(run: Run, recorded: Recorded, answers: Answers, truths: Truths) -> list[Scored]:
     """Returns the rows of leakage.jsonl: new ones if answer and truth are here."""
     earlier = {row.id: row for row in recorded.earlier.leakage}
     recovered: dict[str, dict[int, list[Answer]]] = defaultdict(lambda: defaultdict(list))
@@ -256,9 +254,7 @@ def _other_client(key: Key, recovered: Mapping[int, Sequence[Answer]]) -> Answer
     return None
 
 
-def _members(
-    run: Run, recorded: Recorded, answers: Mapping[AnswerId, Answer], truths: Truths
-) -> list[MembershipRow]:
+def _members(run: Run, recorded: Recorded, answers: Answers, truths: Truths) -> list[MembershipRow]:
     """Returns the rows of membership.jsonl."""
     vocabulary = recorded.model.vocabulary
     on_lists = {answer_id: answer for answer_id, answer in answers.items() if answer.scores}

@@ -213,7 +213,7 @@ def run_verdict(summary: RunSummary, extent: Extent, guaranteed: Guaranteed) -> 
     by = f", by a {MALICIOUS}" if summary.server else ""
     certainty = (
         f"{_order_unknown(extent)}{_read_without_facts(summary)}{_read_of_copies(summary)}"
-        f"{_certainty(leakage, summary.attacks, extent)}"
+        f"{_certainty(leakage, summary, extent)}"
     )
     given = given_away(summary.published)
     return Verdict(
@@ -415,10 +415,8 @@ def _nobody_told(membership: MembershipSummary | None) -> str:
     )
 
 
-def _certainty(
-    leakage: Strongest | None, attacks: Mapping[str, AttackSummary], extent: Extent
-) -> str:
-    surest = max(attacks.values(), key=lambda attack: attack.verified, default=None)
+def _certainty(leakage: Strongest | None, summary: RunSummary, extent: Extent) -> str:
+    surest = max(summary.attacks.values(), key=lambda attack: attack.verified, default=None)
     proved, rows = (surest.verified, surest.rows) if surest else (0, 0)
     if leakage is None and proved:
         return (
