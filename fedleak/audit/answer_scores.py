@@ -6,11 +6,11 @@ any update.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -258,8 +258,7 @@ def compared(
     only_tokens = recovered and answer.sequences is None
     # A proof is about all texts; if the truth contradicts it, the truth counts.
     refuted = answer.verified and scores.exact_match != 1
-    true = truth.facts(model.num_labels)
-    row = unscored(answer).model_copy(
+    row = unscored(answer, truth.facts(model.num_labels)).model_copy(
         update={
             "status": answer.status,
             **({"verified": False, "reason": REFUTED} if refuted else {}),
@@ -275,10 +274,6 @@ def compared(
             "guess_rougeL": guessed.content.rougeL if guessed.content and not only_tokens else None,
             "guess_token_recall": guessed.token_recall,
             "texts": scores.texts,
-            "facts": {
-                name: Fact(claimed=value, true=true.get(name))
-                for name, value in answer.facts.items()
-            },
         }
     )
     return Scored(row, scores.pairs)
@@ -324,13 +319,18 @@ def _named(prefix: str, scores: Rouge | None) -> dict[str, float]:
     return {} if scores is None else {prefix + name: f for name, f in scores._asdict().items()}
 
 
-def unscored(answer: Answer) -> LeakageRow:
-    """Returns the row of an answer that is not compared: only what the attack itself reports."""
+def unscored(answer: Answer, true: Mapping[str, Any]) -> LeakageRow:
+    """Returns the row of an answer that is not compared: only what the attack itself reports.
+
+    Args:
+        answer: What an attack answered.
+        true: What is known of the facts that attacks may read, by their names.
+    """
     # A margin below 1 is a guess; null: there was no other answer to compare with.
     margins = [m for m in answer.margins if m is not None and m >= 1]
     own = {
         "status": UNSCORED if answer.status == Status.RECOVERED else answer.status,
-        "facts": {name: Fact(claimed=value) for name, value in answer.facts.items()},
+        "facts": {n: Fact(claimed=value, true=true.get(n)) for n, value in answer.facts.items()},
         "margin": min(margins, default=None),
     }
     return LeakageRow(**{**dict(answer), **own})

@@ -178,7 +178,7 @@ def _scored(run: Run, recorded: Recorded, answers: Answers, truths: Truths) -> l
         given, before = answers.get((key, attack)), earlier.get((key, attack))
         has_scores = before is not None and before.batch_size is not None
         if given is not None and truths[key] is None and not has_scores:
-            scored.append(Scored(answer_scores.unscored(given), ()))
+            scored.append(Scored(answer_scores.unscored(given, {}), ()))
         elif given is not None and key in known and not _would_lose_scores(given, before):
             truth, other = known[key], _other_client(key, recovered[attack]) if controls else None
             new = answer_scores.compared(given, truth, model, other=other, guessed=guesses[key])

@@ -304,9 +304,7 @@ def _bound(cell: Sequence[Tally], alpha: float, delta: float) -> CanaryBound:
         updates=sum(len(tally.rows) for tally in cell),
         in_copies=any(row.audited_copy for tally in cell for row in tally.rows),
         epsilon=_accounted(cell),
-        gaussian=shown.gaussian,
-        f_dp=shown.f_dp,
-        epsilon_delta=shown.epsilon_delta,
+        **vars(shown),
     )
 
 

@@ -18,6 +18,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -318,17 +319,14 @@ def found_where(
         return estimate(values, clusters, most=1.0, largest=largest, miss=intervals.MISS / 2)
 
     first, second = intervals.ranks_of_quantile(accused, len(controls), intervals.MISS / 2)
-    measured, lower, upper = above(most, 0.0), above(first, math.inf), above(second, -math.inf)
-    by_client = [share.of_clients for share in (measured, lower, upper)]
-    means, lows, highs = zip(
-        *((share.mean, share.low, share.high) for share in by_client if share), strict=True
-    )
-    return Estimate(
-        mean=measured.mean,
-        low=lower.low,
-        high=upper.high,
-        of_clients=MeanOfClients(mean=means[0], low=lows[1], high=highs[2]),
-    )
+    shares = [above(most, 0.0), above(first, math.inf), above(second, -math.inf)]
+    of_clients = MeanOfClients(**_ends(*(share.of_clients or share for share in shares)))
+    return Estimate(**_ends(*shares), of_clients=of_clients)
+
+
+def _ends(measured: MeanOfClients, lower: MeanOfClients, upper: MeanOfClients) -> dict[str, Any]:
+    """Returns a measured mean, with the lower end of one interval and the upper one of another."""
+    return {"mean": measured.mean, "low": lower.low, "high": upper.high}
 
 
 def _pairs(rows: Sequence[MembershipRow], texts: _Texts) -> tuple[list[float], list[bool]]:

@@ -1,8 +1,9 @@
 """Prints a table on a terminal. Whatever is in it is made printable, and none of it is markup."""
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import groupby
 
 from rich import box
 from rich.cells import cell_len
@@ -81,15 +82,12 @@ def _rich_table(table: Table, *, breaks: bool = False) -> RichTable:
     )
     for column, longest, widest in _measured(table):
         _add_column(shown, column, longest, widest, breaks or column.words)
-    last: Sequence[Cell] | None = None
-    for row in table.rows:
-        group = row[: table.groups]
-        repeated = table.groups > 0 and group == last
-        if last is not None and not repeated and table.groups:
+    for number, (named, rows) in enumerate(groupby(table.rows, lambda row: row[: table.groups])):
+        if number:
             shown.add_section()
-        named = [Cell("")] * table.groups if repeated else group
-        shown.add_row(*(_text(cell) for cell in [*named, *row[table.groups :]]))
-        last = group
+        for row in rows:
+            shown.add_row(*(_text(cell) for cell in [*named, *row[table.groups :]]))
+            named = [Cell("")] * table.groups
     return shown
 
 
