@@ -65,13 +65,32 @@ def questions(
     order = torch.randperm(len(known), generator=stream(seed, "public")).tolist()
     count = min(PUBLIC, len(known) // 2)
     public, others = ([known[i] for i in some] for some in (order[:count], order[count:]))
+    if from_file is None:
+        texts = _pairs(truth, public, others, seed, clients)
+    else:
+        texts = from_file.examples(labelled=labelled)
+        listed = {example.ids for example in texts}
+        public = [example for example in public if example.ids not in listed]
     rng = stream(seed, "candidates", truth.round, truth.client)
-    if from_file is not None:
-        return _questions_of_file(truth, from_file.examples(labelled=labelled), public, rng)
+    shuffled = torch.randperm(len(texts), generator=rng).tolist()
+    place = {index: at for at, index in enumerate(shuffled)}
+    batch, firsts = set(truth.sequences), range(0, len(texts), 2)
+    return Questions(
+        asked=Candidates(tuple(texts[index] for index in shuffled), tuple(public)),
+        inside=tuple(texts[index].ids in batch for index in shuffled),
+        pairs=() if from_file is not None else tuple((place[i], place[i + 1]) for i in firsts),
+        lines=None if from_file is None else tuple(shuffled),
+    )
+
+
+def _pairs(
+    truth: GroundTruth, public: list[Example], others: list[Example], seed: int, clients: int
+) -> list[Example]:
+    """Returns each text of a batch that has a partner, and behind it this held-out text."""
     labels: Sequence[int | None] = truth.labels or [None] * len(truth.sequences)
     own = dict(zip(truth.sequences, labels, strict=True))
     # A text of the batch that is held out, too, is left out on both sides, which reveals nothing.
-    held = {example.ids for example in known}
+    held = {example.ids for example in [*public, *others]}
     members = [Example(ids, label) for ids, label in sorted(own.items()) if ids not in held]
     taken = own.keys() | {example.ids for example in public}
     fresh = {example.ids: example for example in others if example.ids not in taken}
@@ -83,31 +102,7 @@ def questions(
         if control is not None:
             used.add(control)
             texts += [member, control]
-    shuffled = torch.randperm(len(texts), generator=rng).tolist()
-    place = {index: at for at, index in enumerate(shuffled)}
-    return Questions(
-        asked=Candidates(tuple(texts[index] for index in shuffled), tuple(public)),
-        inside=tuple(index % 2 == 0 for index in shuffled),
-        pairs=tuple((place[i], place[i + 1]) for i in range(0, len(texts), 2)),
-        lines=None,
-    )
-
-
-def _questions_of_file(
-    truth: GroundTruth, listed: Sequence[Example], public: Sequence[Example], rng: torch.Generator
-) -> Questions:
-    """Returns the list of a file, whose texts are not public."""
-    lines = torch.randperm(len(listed), generator=rng).tolist()
-    ours, batch = {example.ids for example in listed}, set(truth.sequences)
-    return Questions(
-        asked=Candidates(
-            tuple(listed[line] for line in lines),
-            tuple(example for example in public if example.ids not in ours),
-        ),
-        inside=tuple(listed[line].ids in batch for line in lines),
-        pairs=(),
-        lines=tuple(lines),
-    )
+    return texts
 
 
 def _preferred(
