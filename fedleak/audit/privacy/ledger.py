@@ -203,17 +203,14 @@ def _large_delta(
 
 
 def _ledger_row(key: Key, spent: Spent, accountant: str) -> LedgerRow:
+    of_event = ("unit", "neighbouring", "sampling", "sampling_rate", "noise_multiplier")
     return LedgerRow(
         **key._asdict(),
         epsilon=spent.epsilon if math.isfinite(spent.epsilon) else accounting.NONE,
         delta=spent.delta,
         accountant=accountant,
-        unit=spent.of.unit,
-        neighbouring=spent.of.neighbouring,
-        sampling=spent.of.sampling,
-        sampling_rate=spent.of.sampling_rate,
         steps=sum(event.steps for event in spent.events),
-        noise_multiplier=spent.of.noise_multiplier,
+        **{name: getattr(spent.of, name) for name in of_event},
         uses=spent.uses,
     )
 

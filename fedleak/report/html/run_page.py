@@ -3,7 +3,7 @@
 import re
 import shlex
 from collections.abc import Sequence
-from itertools import chain, zip_longest
+from itertools import chain
 from typing import Any
 
 import tomli_w
@@ -216,11 +216,12 @@ def _texts(scored: Sequence[Scored]) -> list[PrivateText]:
     answers: dict[tuple[Key, int], list[TextAnswer]] = {}
     for scored_answer in scored:
         row = scored_answer.row
-        for place, (pair, score) in enumerate(zip_longest(scored_answer.pairs, row.texts or ())):
-            at = (row.key, place)
+        for place, score in enumerate(row.texts or ()):
+            # A row that was kept from an earlier scoring has scores without pairs.
+            pair = scored_answer.pairs[place] if scored_answer.pairs else None
             if pair is not None:
-                truths[at] = pair.truth
-            answers.setdefault(at, []).append(_answer(row, pair, score))
+                truths[row.key, place] = pair.truth
+            answers.setdefault((row.key, place), []).append(_answer(row, pair, score))
     texts = [
         PrivateText(
             at[0].round, client_name(at[0].client), truth, sorted(answers[at], key=_goodness)
@@ -230,15 +231,13 @@ def _texts(scored: Sequence[Scored]) -> list[PrivateText]:
     return sorted(texts, key=lambda text: _goodness(text.best))
 
 
-def _answer(row: LeakageRow, pair: TextPair | None, score: TextScore | None) -> TextAnswer:
-    # Tokens decide whether an answer is exact; a row of an older version has the texts alone.
-    exact = pair is not None and pair.answer == pair.truth if score is None else bool(score.exact)
+def _answer(row: LeakageRow, pair: TextPair | None, score: TextScore) -> TextAnswer:
     return TextAnswer(
         attack=row.attack,
         text=None if pair is None else pair.answer,
         rougeL=None if pair is None or pair.answer is None else pair.rougeL,
-        tokens=None if score is None else score.token_recall,
-        exact=exact,
+        tokens=score.token_recall,
+        exact=bool(score.exact),  # by its tokens, not by its words
         proved=row.verified,
         margin=None if row.margin is None else figure(row.margin),
     )
