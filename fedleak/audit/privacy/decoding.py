@@ -73,11 +73,8 @@ def written(
     for places in by_length.values():
         for start in range(0, len(places), BATCH):
             batch = places[start : start + BATCH]
-            contents = [_content(model, asked[place]) for place in batch]
-            prompts = [asked[place].ids[: asked[place].prompt] for place in batch]
-            answers = _continued(model, prompts, max(map(len, contents)), beams, before)
-            for place, content, answer in zip(batch, contents, answers, strict=True):
-                came[place] = tuple(answer[: len(content)]) == content
+            answers = _written(model, [asked[place] for place in batch], beams, before)
+            came |= zip(batch, answers, strict=True)
     return tuple(came[place] for place in range(len(asked)))
 
 
@@ -87,27 +84,25 @@ def _content(model: LanguageModel, secret: Secret) -> tuple[int, ...]:
     return tuple(token for token in secret.ids[secret.prompt :] if token not in special)
 
 
-def _continued(
-    model: LanguageModel,
-    prompts: Sequence[tuple[int, ...]],
-    length: int,
-    beams: int,
-    before: LanguageModel | None,
-) -> list[list[int]]:
-    """Returns how the model continues beginnings of one length, by at most `length` tokens."""
+def _written(
+    model: LanguageModel, batch: list[Secret], beams: int, before: LanguageModel | None
+) -> list[bool]:
+    """Returns the same as `written`, for secrets whose beginnings have one length."""
+    contents = [_content(model, secret) for secret in batch]
+    prompts = [secret.ids[: secret.prompt] for secret in batch]
     prompts_BT, mask_BT = pad(prompts, model.tokenizer.pad_token_id, model.device)
     module: Any = model.module.eval()
     ids_BT = module.generate(
         prompts_BT,
         attention_mask=mask_BT,
-        max_new_tokens=length,
+        max_new_tokens=max(map(len, contents)),
         num_beams=beams,
         do_sample=False,
         pad_token_id=model.tokenizer.pad_token_id,
         logits_processor=None if before is None else [_Contrast(before)],
     )
-    answers: list[list[int]] = ids_BT[:, prompts_BT.shape[1] :].tolist()
-    return answers
+    answers = ids_BT[:, prompts_BT.shape[1] :].tolist()
+    return [tuple(a[: len(c)]) == c for a, c in zip(answers, contents, strict=True)]
 
 
 class _Contrast:
