@@ -22,14 +22,7 @@ import safetensors.numpy
 from numpy.typing import NDArray
 from pydantic import Field, JsonValue
 
-from fedleak.store.files import (
-    append_together,
-    inside,
-    naming,
-    new_file,
-    one_line,
-    tensor_file,
-)
+from fedleak.store import files
 from fedleak.store.lines import Lines, Record
 from fedleak.util.errors import ConfigError, FedleakError
 
@@ -96,7 +89,7 @@ class Tapped:
 
     def create(self) -> None:
         """Makes the folder."""
-        with naming(self.path):
+        with files.naming(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self.path.chmod(0o700)
             (self.path / "arrays").mkdir(mode=0o700, exist_ok=True)
@@ -108,7 +101,7 @@ class Tapped:
     def write_arrays(self, name: str, arrays: Mapping[str, NDArray[Any]]) -> str:
         """Writes an array record and returns the file's name."""
         file = f"arrays/{name}.safetensors"
-        with new_file(self.path / file) as temporary:
+        with files.new_file(self.path / file) as temporary:
             safetensors.numpy.save_file(dict(arrays), temporary)
         return file
 
@@ -120,11 +113,11 @@ class Tapped:
         """
         line = MESSAGES.written(message)
         MESSAGES.parse_line(line.encode())
-        append_together(self.path / MESSAGES.name, [line])
+        files.append_together(self.path / MESSAGES.name, [line])
 
     def complain(self, problem: Problem) -> None:
         """Notes what was not kept."""
-        append_together(self.path / PROBLEMS.name, [PROBLEMS.written(problem)])
+        files.append_together(self.path / PROBLEMS.name, [PROBLEMS.written(problem)])
 
     def messages(self) -> tuple[list[TappedMessage], list[str]]:
         """Returns the messages in order, and what could not be read.
@@ -174,9 +167,9 @@ class Tapped:
         Raises:
             FedleakError: The file is missing or damaged.
         """
-        path = inside(self.path, f"arrays/{Path(kept.file).name}")
+        path = files.inside(self.path, f"arrays/{Path(kept.file).name}")
         try:
-            with tensor_file(path) as file:
+            with files.tensor_file(path) as file:
                 yield file
         except (OSError, safetensors.SafetensorError) as error:
-            raise FedleakError(f"{path} cannot be read ({one_line(error)})") from error
+            raise FedleakError(f"{path} cannot be read ({files.one_line(error)})") from error

@@ -84,9 +84,8 @@ def guard(
             return Message(Error(REFUSED, REFUSAL), reply_to=message)
         reply = call_next(message, context)
         if watched is not None and sent is not None and not watched.alarms and reply.has_content():
-            remember_sent(
-                memory, _length(arrays(reply.content), sent if sends == "weights" else {})
-            )
+            before = sent if sends == "weights" else {}
+            remember_sent(memory, _length(arrays(reply.content), before))
         return reply
 
     return mod

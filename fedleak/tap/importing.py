@@ -288,13 +288,16 @@ def _truths(
             continue
         if key in truths:
             raise ConfigError(f"{file}: two lines are of round {key[0]} and client {key[1]}")
-        if tap.about.model.task == CLASSIFICATION:
-            _check_labels(line, tap.labels, file)
+        classifies = tap.about.model.task == CLASSIFICATION
+        if classifies and (len(line.labels) != len(line.texts) or max(line.labels) >= tap.labels):
+            raise ConfigError(
+                f"{file}: round {line.round}: give each text a label from 0 to {tap.labels - 1}"
+            )
         truths[key] = GroundTruth(
             round=line.round,
             client=key[1],
             sequences=tuple(tap.tokenised(line.texts)),
-            labels=tuple(line.labels) if tap.about.model.task == CLASSIFICATION else (),
+            labels=tuple(line.labels) if classifies else (),
             batch_size=min(training.batch_size * training.accumulate, len(line.texts)),
         )
     bare = len(here) - len(truths)
@@ -305,24 +308,15 @@ def _truths(
     return list(truths.values()), [remark for remark, holds in remarks.items() if holds]
 
 
-def _check_labels(line: TruthLine, classes: int, file: str) -> None:
-    if len(line.labels) != len(line.texts) or max(line.labels) >= classes:
-        raise ConfigError(
-            f"{file}: round {line.round}: give each text a label from 0 to {classes - 1}"
-        )
-
-
 def _remarks(about: About) -> list[str]:
     """Returns what the reader of a run should know of how its clients train."""
     training = about.training
+    decays = training.optimiser if training.weight_decay > 0 else None
     possible = {
         "an optimiser other than plain SGD changes how large each number of an update is: answers "
         "are proved by replay alone": training.optimiser != "sgd",
-        "weight decay was taken out of the updates": training.weight_decay > 0
-        and training.optimiser in ("sgd", "adamw"),
-        "Adam's weight decay is part of its gradient and stays in the updates": (
-            training.weight_decay > 0 and training.optimiser == "adam"
-        ),
+        "weight decay was taken out of the updates": decays in ("sgd", "adamw"),
+        "Adam's weight decay is part of its gradient and stays in the updates": decays == "adam",
         "what is attacked is the sum of each round": about.reply.payload == "sum",
     }
     return [remark for remark, holds in possible.items() if holds]

@@ -5,7 +5,7 @@ import hashlib
 import itertools
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -195,12 +195,9 @@ def plain_numbers(content: RecordDict) -> dict[str, dict[str, Any]]:
     Raises:
         ValueError: They are too long.
     """
-    records: list[tuple[str, Mapping[str, Any]]] = [
-        *content.metric_records.items(),
-        *content.config_records.items(),
-    ]
+    records = (content.metric_records, content.config_records)
     numbers: dict[str, dict[str, Any]] = {}
-    for name, record in records:
+    for name, record in itertools.chain.from_iterable(kind.items() for kind in records):
         numbers.setdefault(name, {}).update(plain(mapped(record, _few_bytes)))
     if (size := len(repr(numbers))) > MOST_BESIDE:
         raise ValueError(f"its metrics and configs have {size:,} characters")

@@ -7,7 +7,7 @@ model's parameters is left out and reported.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
@@ -86,7 +86,7 @@ class Tap:
             if message.way == "sent" and message.arrays:
                 self._sent.setdefault(message.round, message)
                 self._sent_to_node.setdefault((message.round, message.node), message)
-        self._matches: dict[tuple[str, ...], dict[str, str]] = {}
+        self._matched = cache(self._match)  # most messages have the same names
         self.labels = 2
         self.model = loading.outline(self.spec)
         if rows := self._classes():
@@ -101,11 +101,6 @@ class Tap:
         model = self.about.model.model_dump(mode="json")
         table = {"name": "tap", "model": model, "data": {"name": "tap"}}
         return parse(table).model_spec(self.labels)
-
-    @cached_property
-    def _known(self) -> dict[str, Tensor]:
-        """The parameters of the model, without weights."""
-        return dict(self.model.module.named_parameters())
 
     @cached_property
     def _checkpoint(self) -> dict[str, Tensor]:
@@ -221,11 +216,8 @@ class Tap:
             RefusedError: The model after the round was sent to nobody, or no answer came.
         """
         place = next(i for i, message in enumerate(self.messages) if message is sent)
-        later = (
-            m
-            for m in self.messages[place:]
-            if m.arrays and (m.way == "evaluated" or (m.way == "sent" and m.round > round))
-        )
+        shown = (m for m in self.messages[place:] if m.arrays and m.way != "received")
+        later = (m for m in shown if m.way == "evaluated" or m.round > round)
         following = next(later, None)
         if following is None:
             raise RefusedError("its model was sent to nobody, so what changed it is not here")
@@ -355,23 +347,15 @@ class Tap:
                 place.names.append(sent)
         return places
 
-    def _matched(self, names: tuple[str, ...]) -> dict[str, str]:
+    def _match(self, names: tuple[str, ...]) -> dict[str, str]:
         """Returns the model's name for each name that was sent."""
-        if names not in self._matches:
-            own = list(self.model.module.state_dict())
-            if set(names) == {str(i) for i in range(len(own))}:  # a list, as state_dict is ordered
-                places = {name: str(i) for i, name in enumerate(own)}
-                matches = matched(own, self.model.module)
-                self._matches[names] = {
-                    places[name]: parameter for name, parameter in matches.items()
-                }
-            else:
-                reply = self.about.reply
-                chosen = [name for name in names if name.startswith(reply.prefix)]
-                self._matches[names] = matched(
-                    chosen, self.model.module, reply.names, reply.own_head
-                )
-        return self._matches[names]
+        own = list(self.model.module.state_dict())
+        if set(names) == {str(i) for i in range(len(own))}:  # a list, as state_dict is ordered
+            matches = matched(own, self.model.module)
+            return {str(own.index(name)): parameter for name, parameter in matches.items()}
+        reply = self.about.reply
+        chosen = [name for name in names if name.startswith(reply.prefix)]
+        return matched(chosen, self.model.module, reply.names, reply.own_head)
 
     def _read(self, places: Mapping[str, "_Place"]) -> dict[str, Tensor]:
         """Returns parameters in float32.
@@ -391,7 +375,7 @@ class Tap:
 
     def _checked(self, name: str, values: Sequence[Tensor], spellings: Sequence[str]) -> Tensor:
         """Returns a parameter in float32, of which there is a value for each spelling."""
-        like = self._known[name]
+        like = self.model.module.get_parameter(name)
         value, *others = values
         if value.shape != like.shape:
             shapes = f"{list(value.shape)}, but the model's {list(like.shape)}"
