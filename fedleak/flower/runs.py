@@ -12,7 +12,7 @@ import sys
 import sysconfig
 import time
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -190,20 +190,22 @@ def flwr(*arguments: str) -> dict[str, Any]:
     Raises:
         SilentError: The command gives no answer, or reports that it failed.
     """
-    # The `flwr` beside this Python; another one only if there is none.
-    path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
     try:
         done = subprocess.run(
             ["flwr", *arguments, "--format", "json"],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            check=False,
-            env=os.environ | {"PATH": path},
+            env=os.environ | {"PATH": search_path(os.environ)},
         )
     except OSError as error:
         raise SilentError(f"there is no `flwr` beside {sys.executable}") from error
     return answer_of(arguments[0], done.stdout or done.stderr)
+
+
+def search_path(given: Mapping[str, str]) -> str:
+    """Returns the folders of programs: that beside this Python before all others."""
+    return os.pathsep.join([sysconfig.get_path("scripts"), given.get("PATH", os.defpath)])
 
 
 def answer_of(command: str, output: str) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from typing import IO, TYPE_CHECKING, Any
 import psutil
 import tomli_w
 
-from fedleak.flower.runs import COMPLETED, answer_of, run_config
+from fedleak.flower.runs import COMPLETED, answer_of, run_config, search_path
 from fedleak.util.errors import ConfigError, FedleakError, StoppedError
 
 if TYPE_CHECKING:
@@ -247,11 +247,6 @@ def federation(clients: int, at_once: int) -> str:
     """Returns Flower's federation settings: no more Ray workers than can have work."""
     workers = min(at_once, os.cpu_count() or 1)
     return f"num-supernodes={clients} client-resources-num-cpus=1 init-args-num-cpus={workers}"
-
-
-def search_path(given: Mapping[str, str]) -> str:
-    """Returns the folders of programs: that beside this Python before all others."""
-    return os.pathsep.join([sysconfig.get_path("scripts"), given.get("PATH", os.defpath)])
 
 
 def environment(folder: Path, run_path: Path, given: Mapping[str, str]) -> dict[str, str]:

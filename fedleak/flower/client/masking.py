@@ -1,5 +1,7 @@
 """The client's side of secure aggregation: Flower's SecAgg+ around what this client sends."""
 
+from functools import partial
+
 from flwr.app import Context, Message, MessageType
 from flwr.client.mod import secaggplus_mod
 from flwr.common import Code, FitRes, Status, ndarrays_to_parameters
@@ -23,11 +25,7 @@ def mask(message: Message, context: Context, call_next: Next) -> Message:
         FedleakError: The server asks for an unmasked update.
     """
     if RECORD_KEY_CONFIGS in message.content.config_records:
-        return secaggplus_mod(
-            message,
-            context,
-            lambda request, own_context: _for_protocol(request, own_context, call_next),
-        )
+        return secaggplus_mod(message, context, partial(_for_protocol, call_next=call_next))
     if message.metadata.message_type == MessageType.TRAIN:
         protocol = protocol_of(work_of(message, context).experiment)
         if protocol is not None:

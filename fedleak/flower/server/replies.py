@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 import torch
-from flwr.app import ArrayRecord, Message
+from flwr.app import Message
 from torch import Tensor
 
 from fedleak.config.tables import MOST_EXAMPLES
@@ -76,7 +76,10 @@ def take_update(
     if unexpected := sorted(update.keys() ^ expected.keys()):
         problem = "lacks" if unexpected[0] in expected else "holds a parameter"
         raise RefusedError(f"it {problem} {_quoted(unexpected[0])}")
-    tensors = _decoded(update)
+    try:
+        tensors = from_wire(taken_tensors(update))
+    except Exception as error:  # NumPy may raise anything on arbitrary bytes
+        raise RefusedError(f"its update cannot be read ({type(error).__name__})") from error
     for name, tensor in tensors.items():
         _check(name, tensor, expected[name])
     return ClientUpdate(kind, tensors, examples)
@@ -101,13 +104,6 @@ def _check(name: str, tensor: Tensor, like: Tensor) -> None:
             f"not every number of {name!r} is finite: training diverged, or a cast overflowed; "
             "lower federation.learning_rate, or cast to bfloat16"
         )
-
-
-def _decoded(update: ArrayRecord) -> dict[str, Tensor]:
-    try:
-        return from_wire(taken_tensors(update))
-    except Exception as error:  # NumPy may raise anything on arbitrary bytes
-        raise RefusedError(f"its update cannot be read ({type(error).__name__})") from error
 
 
 def whole_number(name: str, value: object, lowest: int, highest: int | None = None) -> int:

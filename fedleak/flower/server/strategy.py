@@ -11,15 +11,9 @@ from fedleak import models
 from fedleak.attacks.server_modes import ServerMode, changed_state
 from fedleak.audit.kept_texts import read_held_out
 from fedleak.config.experiment import Experiment
+from fedleak.config.federation import lookup
 from fedleak.config.federation.assignment import Assignment
 from fedleak.config.federation.canaries import differences_of_sum
-from fedleak.config.federation.lookup import (
-    absent,
-    aggregator_in,
-    most_examples,
-    note_aggregator,
-    note_dropped_out,
-)
 from fedleak.config.federation.protection import aggregator_of
 from fedleak.config.federation.schedule import clients_of_round, key_of_sum, rounds_attacked, target
 from fedleak.config.sent_parameters import sent_by
@@ -106,7 +100,7 @@ class CuriousServer(Strategy):
         local = experiment.local_training
         parameters = self._model.parameters()
         expected = {name: parameters[name] for name in sent_by(experiment, client, self._model)}
-        most = most_examples(experiment, self._run, client)
+        most = lookup.most_examples(experiment, self._run, client)
         update = take_update(reply, key, local.kind, expected, most)
         self._examples[client] = update.num_examples
         capture = Capture(key, update, self._knowledge(update.num_examples))
@@ -242,10 +236,10 @@ class CuriousServer(Strategy):
             self._sum.leave_out_(refusing)
             total, self._sum = self._sum.total, None
             skipped = not total.tensors
-            note_dropped_out(self._run, round, refusing, refusing, skipped=skipped)
+            lookup.note_dropped_out(self._run, round, refusing, refusing, skipped=skipped)
         else:
             total = WeightedSum(lambda name: broadcast[name].dtype)
-            aggregator = aggregator_in(self._run, self._experiment, round)
+            aggregator = lookup.aggregator_in(self._run, self._experiment, round)
             assert aggregator is not None
             combined = self._combined(aggregator, round, refusing)
             if combined is not None:
@@ -261,7 +255,7 @@ class CuriousServer(Strategy):
         if self._experiment.sees == "models" and total.tensors:
             rate = optimiser.learning_rate
             self._capture_of_all(round, difference(broadcast, following, total, rate))
-        elif combined is not None and captured not in absent(self._run):
+        elif combined is not None and captured not in lookup.absent(self._run):
             self._capture_of_all(round, self._seen_of_sum(combined, round))
         if self._aggregator is not None:
             self._run.held.drop()
@@ -297,9 +291,9 @@ class CuriousServer(Strategy):
         clients = clients_of_round(self._experiment, round)
         left = [client for client in clients if client not in refusing]
         if refusing and len(left) < aggregator.fewest(len(clients)):
-            note_dropped_out(self._run, round, clients, refusing, skipped=True)
+            lookup.note_dropped_out(self._run, round, clients, refusing, skipped=True)
             return None
-        note_dropped_out(self._run, round, refusing, refusing)
+        lookup.note_dropped_out(self._run, round, refusing, refusing)
 
         def held() -> Iterator[ClientUpdate]:
             return (self._run.held.read_capture(Key(round, client)).update for client in left)
@@ -315,15 +309,14 @@ class CuriousServer(Strategy):
                 self._run.vault.write_differences(Key(round, client), differences_SK)
         after = aggregator.after(held(), rng=stream(self._experiment.seed, "after", round))
         if after != aggregator:
-            note_aggregator(self._run, round + 1, after)
+            lookup.note_aggregator(self._run, round + 1, after)
         return aggregator.corrected(combined, earlier, len(left), self._noises)
 
     def _seen_of_sum(self, combined: ClientUpdate, round: int) -> ClientUpdate:
         """Returns what is captured of a sum: all of it, or the target's update."""
-        names = None
-        if self._mode is not None:
-            names = self._mode.isolated(combined.tensors, self._model)
-        if names is None or self._target is None:
+        if self._mode is None or self._target is None:
+            return combined
+        if (names := self._mode.isolated(combined.tensors, self._model)) is None:
             return combined
         assert self._aggregator is not None
         weights: dict[str, dict[int, int]] = {name: {} for name in names}
