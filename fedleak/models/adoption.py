@@ -13,14 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedleak.models import CAUSAL_LM, CLASS_LOSSES, CLASSIFICATION, LanguageModel
-from fedleak.models.loading import (
-    auto_class,
-    check_tokenizer_,
-    family_of,
-    set_up_,
-    template_ids,
-)
+from fedleak.models import CAUSAL_LM, CLASS_LOSSES, CLASSIFICATION, LanguageModel, loading
 from fedleak.models.parameter_names import NO_NAMES, plain
 from fedleak.util.errors import ConfigError, unknown
 from fedleak.util.finite import all_finite
@@ -65,16 +58,16 @@ def adopt(
     named = f"the model ({type(theirs).__name__})"
     task = _task(theirs, own_head or bool(names))
     tokenizer, config = copy.deepcopy(tokenizer), copy.deepcopy(theirs.config)
-    family = family_of(named, config, task)
+    family = loading.family_of(named, config, task)
     head = {names[name]: p for name, p in module.named_parameters() if name in names}
     if (rows := head.get(family.classifier[0])) is not None:
         config.num_labels = len(rows)
     _check_loss(named, task, loss, config)
-    check_tokenizer_(named, tokenizer, config.vocab_size, task)
-    set_up_(config, tokenizer)
+    loading.check_tokenizer_(named, tokenizer, config.vocab_size, task)
+    loading.set_up_(config, tokenizer)
     # To draw random weights, which are overwritten below, would take longer than a client's step.
     with torch.random.fork_rng(devices=[]), no_init_weights():
-        own = auto_class(task).from_config(config, dtype=torch.float32)
+        own = loading.auto_class(task).from_config(config, dtype=torch.float32)
     own.tie_weights()
     if (adapters := _adapters(module)) is not None:
         from peft import inject_adapter_in_model
@@ -88,14 +81,8 @@ def adopt(
         family=family,
         task=task,
         class_loss=CLASS_LOSSES[loss],
-        response_template=template_ids(tokenizer, response_template),
+        response_template=loading.template_ids(tokenizer, response_template),
     )
-
-
-def without_weights_(model: LanguageModel) -> LanguageModel:
-    """Returns the model with its tokenizer and configuration, without what takes memory."""
-    model.module.to("meta")
-    return model
 
 
 def inner(module: nn.Module) -> Any:

@@ -192,11 +192,9 @@ class ModelFamily(Protocol):
 
     def token_table(self, module: nn.Module) -> TokenTable:
         """Returns the parts of the first attention input."""
-        ...
 
     def first_block(self, module: nn.Module) -> FirstBlock:
         """Returns the first block in parts."""
-        ...
 
     def logits(
         self,

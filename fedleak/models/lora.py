@@ -59,12 +59,10 @@ def adapt_(module: nn.Module, lora: Lora, trained: Sequence[str]) -> None:
     }
     names = {name.rpartition(".")[2] for name in layers}
     model_type: str = module.config.model_type  # type: ignore[union-attr,assignment]
-    output = module.get_output_embeddings()  # type: ignore[operator]
-    targets: Sequence[str] | None = (
-        [name for name, layer in layers.items() if layer is not output]
-        if lora.targets == "all-linear"
-        else lora.targets or DEFAULT.get(model_type)
-    )
+    targets: Sequence[str] | None = lora.targets or DEFAULT.get(model_type)
+    if lora.targets == "all-linear":
+        output = module.get_output_embeddings()  # type: ignore[operator]
+        targets = [name for name, layer in layers.items() if layer is not output]
     if targets is None:
         raise ConfigError(
             f"model.lora.targets is missing, and peft has no default for the family "

@@ -119,11 +119,9 @@ def _no_parameter(unmatched: list[str], names: Iterable[str]) -> str:
     """Returns what is wrong with names that mean no parameter, and the nearest ones that do."""
     name, known = unmatched[0], list(names)
     nearest = difflib.get_close_matches(name[-_LONGEST:], known, n=3, cutoff=0.5)
-    hint = (
-        f"the nearest of its {len(known)} are {', '.join(nearest)}"
-        if nearest
-        else (f"its {len(known)} names are like {known[0]}")
-    )
+    hint = f"its {len(known)} names are like {known[0]}"
+    if nearest:
+        hint = f"the nearest of its {len(known)} are {', '.join(nearest)}"
     more = f" and {len(unmatched) - 1} more" if len(unmatched) > 1 else ""
     shown = printable(repr(name))[:_LONGEST]
     return f"the model has no parameter {shown}{more}: {hint}: name them so, or give that model"

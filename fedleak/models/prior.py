@@ -215,9 +215,8 @@ def _causal_outline(name: str, source: str) -> tuple[Any, Any]:
     config, tokenizer = outline(f"prior = {name!r}", name)
     kind = config.model_type
     # These architectures read both ways unless they are told not to: each token would see itself.
-    both_ways = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(
-        config, "is_decoder", False
-    )
+    one_way = getattr(config, "is_decoder", False)
+    both_ways = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not one_way
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or both_ways:
         raise ConfigError(
             f"prior = {name!r} is a {kind} model, which does not predict the next token: give a "

@@ -122,7 +122,9 @@ def sentences(text: str, *, unknown_token: str | None) -> list[str]:
     """
     kept: dict[str, None] = {}
     for line in text.splitlines():
-        paragraph = _untokenised(line.strip())
+        paragraph = line.strip()
+        for spaced, written in _PUNCTUATION:  # as a writer puts it
+            paragraph = spaced.sub(written, paragraph)
         if paragraph.startswith("=") and paragraph.endswith("="):
             continue
         for sentence in _SENTENCE_END.split(paragraph):
@@ -302,13 +304,6 @@ def device(name: str | None) -> torch.device:
         raise ConfigError(
             f"--device {name!r} is not on this machine: give cpu or cuda:0"
         ) from error
-
-
-def _untokenised(text: str) -> str:
-    """Returns a text with punctuation where a writer puts it."""
-    for spaced, written in _PUNCTUATION:
-        text = spaced.sub(written, text)
-    return text
 
 
 def batches(

@@ -102,12 +102,9 @@ def aggregate(
     if optimiser.kind == "adam":
         return _adam_step(broadcast, total, optimiser.learning_rate, moments)
     scale = -optimiser.learning_rate if total.kind == UpdateKind.GRADIENT else 1.0
-    weights = {
-        name: value + scale * total.tensors[name] / total.examples[name]
-        if name in total.tensors
-        else value
-        for name, value in broadcast.items()
-    }
+    weights = dict(broadcast)
+    for name, summed in total.tensors.items():
+        weights[name] = broadcast[name] + scale * summed / total.examples[name]
     return weights, {}
 
 

@@ -36,9 +36,7 @@ def round_batch(
     """
     poisson = training.private is not None and training.private.sampling == "poisson"
     if training.kind == UpdateKind.DELTA:
-        room = (
-            num_examples if training.max_steps is None else training.max_steps * training.batch_size
-        )
+        room = (training.max_steps or num_examples) * training.batch_size
         if room >= num_examples or poisson:
             return list(range(num_examples))
         drawn = torch.randperm(num_examples, generator=stream(seed, "batches", client, round))

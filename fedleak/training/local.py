@@ -52,11 +52,10 @@ def local_update_(
             )
         else:
             with in_weights_of(model.module, training.recipe.precision):
-                tensors = (
-                    gradient(model, examples, training.recipe)
-                    if training.kind == UpdateKind.GRADIENT
-                    else _delta_(model, examples, training, seed)
-                )
+                if training.kind == UpdateKind.GRADIENT:
+                    tensors = gradient(model, examples, training.recipe)
+                else:
+                    tensors = _delta_(model, examples, training, seed)
             update = ClientUpdate(training.kind, tensors, len(sequences))
     model.module.eval()
     return update

@@ -4,10 +4,11 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 Optimiser = Literal["sgd", "adam", "adamw", "other"]
 """What a client steps with: one of `torch.optim`, or any other one."""
@@ -59,17 +60,14 @@ class Recipe:
         Raises:
             ValueError: The optimiser is not known.
         """
-        decay = self.weight_decay
-        match self.optimiser:
-            case "sgd":
-                return torch.optim.SGD(
-                    parameters, lr=rate, momentum=self.momentum, weight_decay=decay
-                )
-            case "adam":
-                return torch.optim.Adam(parameters, lr=rate, weight_decay=decay)
-            case "adamw":
-                return torch.optim.AdamW(parameters, lr=rate, weight_decay=decay)
-        raise ValueError("an optimiser that is not known cannot be made")
+        classes: dict[str, Any] = {"sgd": SGD, "adam": Adam, "adamw": AdamW}
+        if self.optimiser not in classes:
+            raise ValueError("an optimiser that is not known cannot be made")
+        own = {"momentum": self.momentum} if self.optimiser == "sgd" else {}
+        made: Optimizer = classes[self.optimiser](
+            parameters, lr=rate, weight_decay=self.weight_decay, **own
+        )
+        return made
 
     def without_decay(self, delta: Tensor, before: Tensor, rate: float, steps: int) -> Tensor:
         """Returns a delta of a parameter minus the effect of weight decay alone.

@@ -18,7 +18,7 @@ from fedleak.config.components import NamedAttack, build_attack
 from fedleak.config.experiment import LARGEST_SEED
 from fedleak.config.sent_update import SentUpdate, plain_number, whole_numbers, wrong_argument
 from fedleak.models import LanguageModel, loading
-from fedleak.models.adoption import adopt, inner, without_weights_
+from fedleak.models.adoption import adopt, inner
 from fedleak.running.own_update.observing import Tensors, observe
 from fedleak.running.workers import attempt
 from fedleak.running.workers.model_state import changed, state
@@ -184,7 +184,8 @@ def attack(
         device=device_name(str(victim.device)),
         together=1,
     )
-    return AttackResult(answer, without_weights_(victim), sent)
+    victim.module.to("meta")  # its weights take memory, and nothing needs them any more
+    return AttackResult(answer, victim, sent)
 
 
 def _victim(

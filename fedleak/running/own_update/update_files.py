@@ -96,7 +96,5 @@ def _unreadable(path: Path, error: Exception) -> ConfigError:
 
 READERS: Mapping[str, Callable[[Path], Mapping[str, Any] | Sequence[Any]]] = {
     ".safetensors": _safetensors,
-    ".pt": _torch,
-    ".pth": _torch,
-    ".bin": _torch,
+    **dict.fromkeys((".pt", ".pth", ".bin"), _torch),
 }

@@ -8,8 +8,7 @@ defense that bounds nobody's influence has no event, and a client without events
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Annotated, Any, Final, Literal, NamedTuple
@@ -214,7 +213,10 @@ def epsilon(uses: tuple[Use, ...], delta: float, accountant: Accountant) -> floa
     from opacus.accountants import RDPAccountant, create_accountant  # it takes seconds to import
     from opacus.accountants.analysis.rdp import get_privacy_spent
 
-    with _loose_bounds():
+    # Opacus remarks where its orders end: the bound is right, and a tighter one may exist.
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Optimal order is the (smallest|largest) alpha")
+        warnings.filterwarnings("ignore", message="divide by zero")
         orders = RDPAccountant.DEFAULT_ALPHAS
         rdp = sum(steps * _rdp(noise, rate) for noise, rate, steps in uses)
         bound = max(0.0, float(get_privacy_spent(orders=orders, rdp=rdp, delta=delta)[0]))
@@ -233,12 +235,3 @@ def _rdp(noise: float, rate: float) -> Any:
 
     orders = RDPAccountant.DEFAULT_ALPHAS
     return compute_rdp(q=rate, noise_multiplier=noise, steps=1, orders=orders)
-
-
-@contextmanager
-def _loose_bounds() -> Iterator[None]:
-    """Keeps Opacus quiet where its orders end: the bound is right, and a tighter one may exist."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Optimal order is the (smallest|largest) alpha")
-        warnings.filterwarnings("ignore", message="divide by zero")
-        yield

@@ -12,14 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedleak.training.privacy.canaries import (
-    FEWEST_NUMBERS,
-    MOST_NUMBERS,
-    Canaries,
-    Floats,
-    log_ratios,
-    most_canaries,
-)
+from fedleak.training.privacy import canaries
+from fedleak.training.privacy.canaries import Canaries, Floats
 from fedleak.training.privacy.lower_bounds import UNBOUNDED_MU, Bounds, lower_bounds
 from fedleak.util.errors import ConfigError
 from fedleak.util.rng import stream_seed
@@ -42,14 +36,14 @@ def directions(parameters: Mapping[str, Any], count: int, *, seed: int, step: in
         ConfigError: The update has too few numbers.
     """
     sizes = {name: math.prod(value.shape) for name, value in parameters.items()}
-    room = most_canaries(sum(sizes.values()))
+    room = canaries.most_canaries(sum(sizes.values()))
     if not 1 <= count <= room:
         raise ConfigError(
             f"count = {count}: an update of {sum(sizes.values())} numbers has room for {room} "
-            f"canaries of {FEWEST_NUMBERS} numbers: give 1 to {room}"
+            f"canaries of {canaries.FEWEST_NUMBERS} numbers: give 1 to {room}"
             if room
             else f"an update of {sum(sizes.values())} numbers has no room for a canary: it takes "
-            f"{FEWEST_NUMBERS}"
+            f"{canaries.FEWEST_NUMBERS}"
         )
     return Canaries(sizes, count, stream_seed(seed, "canaries", step))
 
@@ -134,7 +128,9 @@ def bounds(
     sampled = sampling_rate < 1
     if sampled:
         ratios = [
-            log_ratios(scores_K, mu, rate=sampling_rate, steps=1, numbers=MOST_NUMBERS)
+            canaries.log_ratios(
+                scores_K, mu, rate=sampling_rate, steps=1, numbers=canaries.MOST_NUMBERS
+            )
             for scores_K in scores_TK
         ]
         pooled_K = np.sum(ratios, axis=0)
