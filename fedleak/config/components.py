@@ -101,11 +101,6 @@ class Server:
         """Whether it changes anything in any round."""
         return not isinstance(self.mode, Honest)
 
-    def mode_in(self, round: int) -> ServerMode | None:
-        """Returns the mode of a round; None: the server is honest then."""
-        chosen = self.rounds is None or round in self.rounds
-        return self.mode if self.malicious and chosen else None
-
 
 def build_server(table: dict[str, Any]) -> Server:
     """Builds what `[server]` says.

@@ -13,7 +13,7 @@ from fedleak.attacks.server_modes import ServerMode
 from fedleak.config import components, tables
 from fedleak.config.client_table import ClientTable
 from fedleak.config.components import NamedAttack, Placed, Server
-from fedleak.config.presets import PresetName, with_preset
+from fedleak.config.presets import PRESETS, PresetName
 from fedleak.defenses import Defense, TrustedAggregator
 from fedleak.detectors import Detector
 from fedleak.models import CAUSAL_LM, ModelSpec
@@ -21,7 +21,7 @@ from fedleak.models.lora import Lora
 from fedleak.training.observation import GRANTABLE, Sight, ThreatModel, UpdateKind
 from fedleak.training.settings import LocalTraining, ServerOptimiser
 from fedleak.util.errors import ConfigError
-from fedleak.util.nested import digest
+from fedleak.util.nested import digest, merged
 
 LARGEST_SEED = 2**63 - 1
 """The largest seed that random generators take."""
@@ -83,7 +83,8 @@ class Experiment(tables.Table):
         """Fills in what a preset says and the file does not, and the attacks that suit it."""
         if not isinstance(table, dict):
             return table
-        filled = with_preset(table)
+        # An unknown preset is refused below, as any other wrong value.
+        filled = merged(PRESETS.get(str(table.get("preset")), {}), table)
         client = filled.get("client")
         if "attack" in filled or not isinstance(client, dict):
             return filled
@@ -138,7 +139,9 @@ class Experiment(tables.Table):
 
     def mode_in(self, round: int) -> ServerMode | None:
         """Returns what a malicious server does in a round; None: it is honest then."""
-        return self.server_built.mode_in(round)
+        server = self.server_built
+        chosen = server.rounds is None or round in server.rounds
+        return server.mode if server.malicious and chosen else None
 
     @property
     def modes_attacked(self) -> list[ServerMode | None]:
@@ -196,8 +199,7 @@ class Experiment(tables.Table):
         """Returns the defenses that a client uses, in their order, by their place in the file."""
         used = components.used_by(client, self.defenses)
         # The trusted aggregator comes after all that clients do.
-        last = {n: defense for n, defense in used.items() if isinstance(defense, TrustedAggregator)}
-        return {n: defense for n, defense in used.items() if n not in last} | last
+        return dict(sorted(used.items(), key=lambda item: isinstance(item[1], TrustedAggregator)))
 
     def detectors_of(self, client: int) -> dict[int, Detector]:
         """Returns the detectors that a client uses, by their place in the file."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from fedleak.util.nested import flat, merged
+from fedleak.util.nested import flat
 
 PresetName = Literal["flowertune", "nvflare"]
 
@@ -13,15 +13,6 @@ PRESETS: Mapping[str, Mapping[str, Any]] = tomllib.loads(
     Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
 )
 """The tables of each preset."""
-
-
-def with_preset(table: dict[str, Any]) -> dict[str, Any]:
-    """Returns the tables of an experiment with those of its preset below them.
-
-    The experiment's own check refuses an unknown preset.
-    """
-    preset = PRESETS.get(str(table.get("preset")))
-    return table if preset is None else merged(preset, table)
 
 
 def settings(preset: str) -> Iterator[tuple[str, Any]]:

@@ -424,12 +424,9 @@ def _check_column(name: str, key: str, column: str, rows: "Dataset", file: files
             "file without a header line: give two names or two numbers"
         )
     if column not in names:
-        mark = files.hidden_delimiter(names)
-        wanted = (
-            f"choose one, or set data.delimiter = {mark!r}"
-            if file.separated and mark
-            else "choose one"
-        )
+        wanted = "choose one"
+        if file.separated and (mark := files.hidden_delimiter(names)):
+            wanted += f", or set data.delimiter = {mark!r}"
         raise ConfigError(
             f"{key} = {column!r} is not a column of {name!r}: it has {files.shown(names)}: {wanted}"
         )

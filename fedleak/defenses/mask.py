@@ -24,11 +24,11 @@ class Mask(Defense):
 
     def __call__(self, update: ClientUpdate, *, rng: torch.Generator) -> ClientUpdate:
         """Returns the update with each number kept with probability 1 - fraction."""
-        return update.changed(
-            lambda value: value.masked_fill(
-                torch.rand(value.shape, generator=rng) < self.fraction, 0
-            )
-        )
+
+        def masked(value: torch.Tensor) -> torch.Tensor:
+            return value.masked_fill(torch.rand(value.shape, generator=rng) < self.fraction, 0)
+
+        return update.changed(masked)
 
     def update_claims(self, local: LocalTraining, num_examples: int) -> Claims:
         """Returns the fraction."""

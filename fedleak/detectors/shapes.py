@@ -20,11 +20,8 @@ class Shapes(Detector):
     def __call__(self, seen: Seen) -> Finding:
         """Returns how many parameters differ."""
         here = {name: tuple(value.shape) for name, value in seen.now.parameters.items()}
-        others = sorted(
-            name
-            for name in here.keys() | seen.shapes.keys()
-            if here.get(name) != seen.shapes.get(name)
-        )
+        names = here.keys() | seen.shapes.keys()
+        others = sorted(name for name in names if here.get(name) != seen.shapes.get(name))
         first = f", such as {others[0]!r}" if others else ""
         return Finding(
             f"{len(others)} of {len(seen.shapes)} parameters are missing, new or of another "

@@ -255,9 +255,5 @@ def _spread(rng: torch.Generator, round: int) -> list[float]:
 
 def _longest(protection: Protection) -> float:
     """Returns the L2 norm that the defense of a client's whole update allows."""
-    claims = (
-        d.update_claims(protection.local, protection.num_examples)
-        for d in protection.defenses.values()
-    )
-    norms = [norm for claim in claims for norm in (claim.max_norm, claim.client_norm) if norm]
-    return max(norms, default=1.0)
+    norms = [(claim.max_norm, claim.client_norm) for claim in protection.claims()]
+    return max(filter(None, chain.from_iterable(norms)), default=1.0)

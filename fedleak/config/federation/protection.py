@@ -9,7 +9,7 @@ import torch
 
 from fedleak.config.experiment import Experiment
 from fedleak.config.federation.schedule import rounds_of_clients
-from fedleak.defenses import Budget, Defense, TrustedAggregator, measured
+from fedleak.defenses import Budget, Claims, Defense, TrustedAggregator, measured
 from fedleak.defenses.secure_sum import SecureSum
 from fedleak.training.observation import ClientUpdate
 from fedleak.training.privacy import accounting
@@ -64,13 +64,16 @@ class Protection:
         events = (d.event(self.local, self.num_examples, round) for d in self.defenses.values())
         return [event for event in events if event is not None]
 
+    def claims(self) -> list[Claims]:
+        """Returns what its defenses say of an update of this client."""
+        return [d.update_claims(self.local, self.num_examples) for d in self.defenses.values()]
+
     def noise_scale(self) -> float | None:
         """Returns the standard deviation of all noise on a number of the update.
 
         None: there is no noise, or its scale depends on the update.
         """
-        claims = (d.update_claims(self.local, self.num_examples) for d in self.defenses.values())
-        scales = [claim.noise_scale for claim in claims if claim.noise_scale is not None]
+        scales = [claim.noise_scale for claim in self.claims() if claim.noise_scale is not None]
         return math.hypot(*scales) if scales and not self.scales_with_update() else None
 
     def scales_with_update(self) -> bool:

@@ -80,7 +80,7 @@ def malicious_server(experiment: Experiment) -> str | None:
     server, table = experiment.server_built, experiment.federation
     if not server.malicious:
         return None
-    rounds = [r for r in range(1, table.rounds + 1) if server.mode_in(r) is not None]
+    rounds = [r for r in range(1, table.rounds + 1) if experiment.mode_in(r) is not None]
     targets = {round: target(experiment, round) for round in rounds}
     when = "every round" if len(rounds) == table.rounds else f"round {first_of(rounds, MOST_NAMED)}"
     named = [f"{client} in round {r}" for r, client in targets.items() if client is not None]

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fedleak import data
 from fedleak.config.components import NamedAttack
@@ -84,7 +85,7 @@ def own_workload(
 
 def candidates(
     experiment: Experiment, attack: NamedAttack, classes: Sequence[str], model: LanguageModel
-) -> tuple[list[tuple[int, ...]], tuple[int, ...]] | None:
+) -> dict[str, Sequence[Any]] | None:
     """Reads and tokenises the texts that an attack on membership is asked about.
 
     Args:
@@ -94,7 +95,8 @@ def candidates(
         model: With its tokenizer.
 
     Returns:
-        The texts and their classes; None: the attack has no file of them.
+        The texts and their classes, as `sequences` and `labels`; None: the attack has no file of
+        them.
 
     Raises:
         ConfigError: The file cannot be read, or has too many, equal or too long texts.
@@ -126,7 +128,7 @@ def candidates(
                 f"attack {attack.name!r}: candidates: rows {row[ids]} and {number} of {file!r} "
                 "have the same text to the model: remove one"
             )
-    return sequences, corpus.labels if classifies else ()
+    return {"sequences": sequences, "labels": corpus.labels if classifies else ()}
 
 
 def outline(experiment: Experiment, num_labels: int) -> LanguageModel:
