@@ -122,13 +122,11 @@ def read_candidates(
     Raises:
         ConfigError: A file is not right.
     """
-    lists = {}
-    for attack in experiment.attacks:
-        if (texts := candidates(experiment, attack, classes, model)) is not None:
-            sequences, labels = texts
-            place = str(candidates_file(attack.name))
-            lists[place] = {"sequences": sequences, "labels": labels}
-    return lists
+    return {
+        str(candidates_file(attack.name)): texts
+        for attack in experiment.attacks
+        if (texts := candidates(experiment, attack, classes, model)) is not None
+    }
 
 
 def keep_candidates(run: Run, lists: Mapping[str, Mapping[str, Any]]) -> None:
@@ -163,8 +161,7 @@ def prepare_attacks(run: Run, experiment: Experiment) -> None:
             f"sees who sees {sees!r}: run the experiment under another name, which captures the "
             "other"
         )
-    count = run.info()["num_labels"]
-    model = outline(experiment, count)
+    model = outline(experiment, run.info()["num_labels"])
     checks.check_attacks(experiment, model)
     check_stored(stored(run), experiment, model)
     ask_again(run, experiment, model)
@@ -379,11 +376,10 @@ def refuse_programs_of_others(
     if workers is not None and workers.engine == "ray" and workers.ray is not None:
         named.append(f"the Ray cluster at {workers.ray.address!r}")
     if named:
-        more = f" and {len(named) - 1} more" if len(named) > 1 else ""
+        first = first_of((printable(name)[:_LONGEST] for name in named), most=1)
         raise ConfigError(
-            f"{str(at)!r} may be the work of somebody else, and would use "
-            f"{printable(named[0])[:_LONGEST]}{more}: read it, and give --allow-commands if you "
-            "want that"
+            f"{str(at)!r} may be the work of somebody else, and would use {first}: read it, and "
+            "give --allow-commands if you want that"
         )
 
 

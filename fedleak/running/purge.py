@@ -139,11 +139,8 @@ def _score(run: Run) -> None:
             f"was deleted: `fedleak score {run.path}` says why; or delete the folder"
         )
     try:
-        written = (
-            run.read_document(SUMMARY) == scores.summary
-            and ScoredRows.read_files(run.rows) == scores.rows
-        )
+        before: object = (ScoredRows.read_files(run.rows), run.read_document(SUMMARY))
     except FedleakError:  # damaged, or not there
-        written = False
-    if not written:
+        before = None
+    if before != (scores.rows, scores.summary):
         score_files.write(run, scores.rows, scores.summary)

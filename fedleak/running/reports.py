@@ -118,9 +118,8 @@ def report_sweep(
         of_cell = report_run(run, redact=redact)
         tell(of_cell)
         # Begins with a dot, so that no name is taken for the scheme of an address.
-        reports[cell.cell] = "./" + quote(
-            os.path.relpath(of_cell.absolute(), file.absolute().parent)
-        )
+        relative = os.path.relpath(of_cell.absolute(), file.absolute().parent)
+        reports[cell.cell] = f"./{quote(relative)}"
         gaps += [f"cell {cell.cell!r}: {reason}" for reason in run.read_document(SUMMARY).wrong]
     if without:
         gaps.append(

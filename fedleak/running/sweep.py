@@ -398,11 +398,8 @@ def _alike(sweep: Sweep, cell: Cell, plan: Plan) -> list[Run]:
 def _opened(plan: Plan, path: Path, alike: Sequence[Run]) -> Run:
     """Opens the run of a cell; a new one is made from a finished run that trains alike."""
     for other in alike if not path.exists() else ():
-        if (
-            other.exists()
-            and other.info()["status"] == "finished"
-            and not other.info().get("purged")
-        ):
+        finished = other.exists() and other.info()["status"] == "finished"
+        if finished and not other.info().get("purged"):
             return preparation.open_trained(plan, path, other)
     return preparation.open_run(plan, path)
 

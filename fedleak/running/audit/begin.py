@@ -21,18 +21,8 @@ from fedleak.report.html.page import Verdict
 from fedleak.report.html.render import render
 from fedleak.report.html.run_page import run_page
 from fedleak.running import pipeline, preparation, reports
-from fedleak.running.audit.plan import (
-    FEWEST_SECONDS,
-    MOST_SECONDS,
-    PLANNED,
-    REPORT_SECONDS,
-    Time,
-    attack_parts,
-    minutes_for,
-    plan,
-    to_audit,
-    with_threat,
-)
+from fedleak.running.audit import plan
+from fedleak.running.audit.plan import Time
 from fedleak.running.audit.rehearsal import attack_timings, rehearse, timed
 from fedleak.running.dispatch.dispatcher import Crew
 from fedleak.running.dispatch.progress import RunProgress
@@ -159,20 +149,21 @@ def open_experiment(
         planned = changed(stored(run), own)
         run = preparation.prepare(planned, run.path)
         return Opened(run, planned, audit, time)
-    whole, left_out = to_audit(named, outline(named, preparation.plan(named).num_labels))
+    whole, left_out = plan.to_audit(named, outline(named, preparation.plan(named).num_labels))
     findings = None
     if whole.defense:
         tell("testing whether the defenses do what they say")
         findings = defense_checks.check(whole)
     folder = Run(run.path.with_name(f"{named.name}.rehearsal"))
-    timings = _rehearsed_before(folder, source)
-    if timings is None:
+    before = folder.read_document(REHEARSAL) if folder.has(REHEARSAL.name) else None
+    timings = before.timings if before is not None and before.source == source else None
+    if timings is None:  # else the plan was refused, and a rehearsal would measure the same
         tell("rehearsing with one client, which tells how long the rest takes")
         timings = rehearse(whole, folder.path, train, Crew(on, report, time.is_up))
         # Written now, so that it is not lost if the plan is refused.
         folder.write(REHEARSAL, Rehearsal(source=source, timings=timings))
     timings = timings.model_copy(update={"rehearsal": now() - time.begun})
-    decided = plan(whole, timings, time.minutes, len(on), share=time.share)
+    decided = plan.plan(whole, timings, time.minutes, len(on), share=time.share)
     run = preparation.prepare(decided.experiment, run.path, fresh=fresh)
     audit = Audit(
         source=source,
@@ -185,14 +176,6 @@ def open_experiment(
     run.write(AUDIT, audit)
     shutil.rmtree(folder.path)
     return Opened(run, decided.experiment, audit, time, findings=findings)
-
-
-def _rehearsed_before(folder: Run, source: str) -> Timings | None:
-    """Returns what a rehearsal of this experiment measured, if its plan was refused; else None."""
-    if not folder.has(REHEARSAL.name):
-        return None
-    before = folder.read_document(REHEARSAL)
-    return before.timings if before.source == source else None
 
 
 def open_run(
@@ -228,12 +211,12 @@ def open_run(
     model = outline(experiment, run.info()["num_labels"])
     keys = captures_of(run, experiment)
     batches = all(text_count(run, key) for key in keys)
-    whole, left_out = to_audit(experiment, model, trained=True, batches=batches)
-    room = PLANNED * time.share * 60 * time.minutes * len(on)
+    whole, left_out = plan.to_audit(experiment, model, trained=True, batches=batches)
+    room = plan.PLANNED * time.share * 60 * time.minutes * len(on)
     tries = len(keys) + positive_control.COPIES
-    seconds = min(room // tries, MOST_SECONDS)
-    if seconds < FEWEST_SECONDS:
-        needed = minutes_for(FEWEST_SECONDS * tries / len(on) / time.share)
+    seconds = min(room // tries, plan.MOST_SECONDS)
+    if seconds < plan.FEWEST_SECONDS:
+        needed = plan.minutes_for(plan.FEWEST_SECONDS * tries / len(on) / time.share)
         raise ConfigError(
             f"{len(keys)} updates and {positive_control.COPIES} copies have {seconds:.0f} s each "
             f"in {time.minutes:g} minutes, which is too few: give --minutes {needed}"
@@ -263,7 +246,7 @@ def _first_update(
     """Attacks one update and its copy, and returns the parts of the audit and what it measured."""
     keys = positive_control.chosen(run, experiment) or captures_of(run, experiment)
     clients = [keys[0].client] if experiment.sees == "updates" else None
-    first = with_threat(experiment, [keys[0].round], clients)
+    first = plan.with_threat(experiment, [keys[0].round], clients)
     control = not positive_control.is_undefended(experiment)
     pipeline.attack_again(run, first, Crew(on, report), control=control)
     answers, copies = read_answers(run), positive_control.control_of(run)
@@ -280,8 +263,8 @@ def _first_update(
         AuditPart(
             what="the first update, which told how long the rest takes", seconds=timings.rehearsal
         ),
-        *attack_parts(timings.attacks, timings.copies, counts, more, len(on)),
-        AuditPart(what="scores, page and gate", seconds=REPORT_SECONDS),
+        *plan.attack_parts(timings.attacks, timings.copies, counts, more, len(on)),
+        AuditPart(what="scores, page and gate", seconds=plan.REPORT_SECONDS),
     )
     return parts, timings
 

@@ -1,7 +1,7 @@
 """Which defenses `fedleak audit --defend` tries, and the experiment in which each is tried."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +24,8 @@ from fedleak.training.batches import passes
 from fedleak.util.errors import ConfigError
 
 
-def _family(name: str, strengths: Sequence[Any] | None = None, **changes: Any) -> FamilyTable:
-    values = None if strengths is None else [*strengths]
-    return FamilyTable(name=name, strengths=values, set=changes)
+def _family(name: str, strengths: list[Any] | None = None, **changes: Any) -> FamilyTable:
+    return FamilyTable(name=name, strengths=strengths, set=changes)
 
 
 def free_families(experiment: Experiment, model: LanguageModel, smallest: int) -> list[FamilyTable]:

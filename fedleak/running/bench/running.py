@@ -11,6 +11,7 @@ folder lacks.
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -176,14 +177,13 @@ def collect(bench: Bench, failures: Mapping[str, str]) -> Result:
                 missing.append(f"{cell.attack} has not answered all of {setting.name!r}")
     runs = [bench.sweep.run(cell) for cell in bench.sweep.cells]
     rows = [row for run in runs if run.exists() for row in run.salvage(LEAKAGE)]
+    devices = {row.device for row in rows if row.device is not None}
     result = Result(
         suite=bench.suite.name,
         version=bench.suite.version,
         fingerprint=bench.suite.fingerprint,
         versions=versions(),
-        machine=results.this_machine(
-            sorted({row.device for row in rows if row.device is not None})
-        ),
+        machine=results.this_machine(sorted(devices)),
         attacks=bench.entries,
         settings=settings,
         missing=tuple(missing),
@@ -195,12 +195,10 @@ def collect(bench: Bench, failures: Mapping[str, str]) -> Result:
 def asked(bench: Bench) -> SweepSummary:
     """Returns the sweep's figures of the requested attacks only; others may have run, too."""
     collected, names = sweeps.collect(bench.sweep), {entry.name for entry in bench.entries}
-    cells = (
-        cell.model_copy(
-            update={"attacks": {name: cell.attacks[name] for name in cell.attacks if name in names}}
-        )
-        for cell in collected.cells
-    )
+    cells = []
+    for cell in collected.cells:
+        requested = {name: figures for name, figures in cell.attacks.items() if name in names}
+        cells.append(cell.model_copy(update={"attacks": requested}))
     return collected.model_copy(update={"cells": tuple(cells)})
 
 
@@ -226,16 +224,14 @@ def _ready(
     model = outline(experiment, plan.num_labels)
     seen = attack_settings(experiment, model)
     left_out: dict[str, str] = {}
-    for named_attack in named:
+    work = []
+    for named_attack, table in zip(named, tables, strict=True):
         obstacles = [named_attack.attack.obstacle(attack_setting) for attack_setting in seen]
         # If it works on some clients only, the others' updates are inadmissible.
         if all(obstacles):
             left_out[named_attack.name] = str(obstacles[0])
-    work = [
-        table
-        for named_attack, table in zip(named, tables, strict=True)
-        if named_attack.name not in left_out
-    ]
+        else:
+            work.append(table)
     parts = divide(experiment, read_data(experiment), model)
     texts = digest([parts.sequences, parts.labels, parts.parts])[:16]
     cell = sweeps.Cell(setting.name, {"setting": setting.name}, setting.with_attacks(work, assets))
@@ -244,49 +240,41 @@ def _ready(
 
 def _result(bench: Bench, setting: Setting, failures: Mapping[str, str]) -> results.SettingResult:
     """Returns the results of a setting, as far as there are any."""
+    of_setting = partial(
+        results.SettingResult,
+        name=setting.name,
+        about=setting.about,
+        fingerprint=setting.fingerprint,
+    )
     ready = None if setting.name in failures else bench.ready.get(setting.name)
     if ready is None or not (run := bench.sweep.run(ready.cell)).exists():
         left_out = {**bench.left_out, **failures}.get(setting.name, "not run yet")
-        return results.SettingResult(
-            name=setting.name,
-            about=setting.about,
-            fingerprint=setting.fingerprint,
-            left_out=left_out,
-        )
+        return of_setting(left_out=left_out)
     experiment = ready.cell.experiment
     names = [named_attack.name for named_attack in experiment.attacks]
     rows = [row for row in run.salvage(LEAKAGE) if row.attack in names]
     largest = largest_client(run, experiment)
-    together = worst_case(rows, {}, largest)
-    return results.SettingResult(
-        name=setting.name,
-        about=setting.about,
-        fingerprint=setting.fingerprint,
+    best = worst_case(rows, {}, largest)
+    together = results.Together.model_validate(best, from_attributes=True) if best else None
+    return of_setting(
         model=run.info()["model_fingerprint"],
         texts=ready.texts,
         updates=len(captures_of(run, experiment)),
         sequences=sum(text_counts(rows).values()),
-        cells=tuple(
-            results.Cell(attack=named_attack.name, left_out=why)
-            if (why := ready.left_out.get(named_attack.name)) is not None
-            else _cell(
-                named_attack.name,
-                [row for row in rows if row.attack == named_attack.name],
-                largest,
-            )
-            for named_attack in bench.attacks
-        ),
-        together=None
-        if together is None
-        else results.Together.model_validate(together, from_attributes=True),
+        cells=tuple(_cell(named.name, ready, rows, largest) for named in bench.attacks),
+        together=together,
     )
 
 
-def _cell(attack: str, rows: Sequence[LeakageRow], largest: Largest) -> results.Cell:
-    why = Counter(row.reason[:LONGEST_REASON] for row in rows if row.status != Status.RECOVERED)
+def _cell(attack: str, ready: Ready, rows: Sequence[LeakageRow], largest: Largest) -> results.Cell:
+    """Returns what one attack read in a setting, or why it cannot work there."""
+    if attack in ready.left_out:
+        return results.Cell(attack=attack, left_out=ready.left_out[attack])
+    own = [row for row in rows if row.attack == attack]
+    why = Counter(row.reason[:LONGEST_REASON] for row in own if row.status != Status.RECOVERED)
     return results.Cell(
         attack=attack,
-        figures=attack_summary(rows, largest),
+        figures=attack_summary(own, largest),
         reasons=dict(why.most_common(MOST_REASONS)),
     )
 

@@ -200,6 +200,5 @@ def part_of(work: Sequence[Work], shard: Shard | None) -> list[Work]:
     """
     if shard is None:
         return list(work)
-    return sorted(
-        shard.part(sorted(work, key=lambda task: task.attack.name)), key=lambda task: task.keys[0]
-    )
+    own = shard.part(sorted(work, key=lambda task: task.attack.name))
+    return sorted(own, key=lambda task: task.keys[0])

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 from fedleak.attacks import is_slow
 from fedleak.attacks.reconstruction import Reconstruction, Status
@@ -111,7 +112,8 @@ class Dispatcher:
 
     def __init__(self, run: Run, experiment: Experiment, shard: Shard | None = None) -> None:
         self._run, self._experiment = run, experiment
-        self._model = experiment.model_spec(run.info()["num_labels"])
+        model = experiment.model_spec(run.info()["num_labels"])
+        self._job = partial(Job, run=run.path, model=model, seed=experiment.seed)
         self._answers, self._attempts = records.answers(run.fingerprint()), ATTEMPTS
         if shard is None:
             given, tries = shards.salvage_answers(run), run.salvage(ATTEMPTS)
@@ -231,16 +233,7 @@ class Dispatcher:
                 task = Task(key=key, attack=work.attack, knowledge=Knowledge())
                 self._record([_failed(task, str(error))])
                 continue
-            jobs.append(
-                Job(
-                    run=self._run.path,
-                    key=key,
-                    attack=work.attack,
-                    knowledge=known,
-                    model=self._model,
-                    seed=self._experiment.seed,
-                )
-            )
+            jobs.append(self._job(key=key, attack=work.attack, knowledge=known))
         return jobs
 
     def _record(self, answers: Sequence[Answer]) -> None:

@@ -32,10 +32,8 @@ class Retention:
         if self._keep == "all":
             return
         shard_attacks = (share.attacks for share in shares(run).values() if share is not None)
-        named = (
-            named_attack.name for named_attack in chain(experiment.attacks, stored(run).attacks)
-        )
-        names = {*named, *chain.from_iterable(shard_attacks)}
+        attacks = (*experiment.attacks, *stored(run).attacks)
+        names = {*(named.name for named in attacks), *chain.from_iterable(shard_attacks)}
         self._left: dict[Key, set[str]] = defaultdict(names.copy)
         self._failed: set[Key] = set()
         self._proved: set[Key] = set()

@@ -92,18 +92,15 @@ def answers(
             "it has to work on a copy"
         )
         return [Reconstruction.none(Status.FAILED, reason)] * len(seen)
-    if not isinstance(returned, list | tuple) or len(returned) != len(seen):
-        description = (
-            f"{len(returned)} answers"
-            if isinstance(returned, list | tuple)
-            else "no list of answers"
-        )
+    given = returned if isinstance(returned, list | tuple) else None
+    if given is None or len(given) != len(seen):
+        description = "no list of answers" if given is None else f"{len(given)} answers"
         reason = f"the attack returned {description} for {len(seen)} observations"
         return [Reconstruction.none(Status.FAILED, reason)] * len(seen)
     seconds = getattr(attack, "seconds", None) or replay.SECONDS
     return [
         _answer(answer, observation, model, seconds)
-        for answer, observation in zip(returned, seen, strict=True)
+        for answer, observation in zip(given, seen, strict=True)
     ]
 
 
@@ -146,9 +143,9 @@ def _replayed(
         InvalidAnswerError: It claims a proof that these steps do not confirm.
     """
     obstacle = replay.obstacle(seen)
-    replayed = (
-        replay.replay(model, answer.sequences or (), seen, seconds) if obstacle is None else None
-    )
+    replayed = None
+    if obstacle is None:
+        replayed = replay.replay(model, answer.sequences or (), seen, seconds)
     remark = obstacle if replayed is None else replayed.remark()
     if answer.verified and (replayed is None or not replayed.verified):
         raise InvalidAnswerError(

@@ -340,11 +340,8 @@ def work_together(
             if spoiled:  # the next attack gets a new one
                 _model_at.cache_clear()
                 _model.cache_clear()
-        for (job, _), answer in zip(
-            attacked,
-            attempt.answers(first.attack.attack, returned, seen, model, spoiled),
-            strict=True,
-        ):
+        checked = attempt.answers(first.attack.attack, returned, seen, model, spoiled)
+        for (job, _), answer in zip(attacked, checked, strict=True):
             answers[job.key] = answer_of(job, answer, seconds, device_name(device), len(attacked))
     return [answers[job.key] for job in jobs]
 
