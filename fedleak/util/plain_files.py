@@ -15,6 +15,7 @@ MOST_SETTINGS = 64 << 20
 """Bytes of a file of settings or results; more is a mistake, and /dev/zero never ends."""
 
 _KINDS = {
+    stat.S_IFREG: "a file",
     stat.S_IFLNK: "a link",
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a pipe",
@@ -34,9 +35,8 @@ def opened(path: str | Path, flags: int = os.O_RDONLY) -> int:
 
 
 def _opened(path: str | Path, flags: int) -> int:
-    refuse_other(
-        path, linked=not flags & os.O_NOFOLLOW
-    )  # to open a pipe may have an effect, or wait
+    # To open a pipe may have an effect, or wait.
+    refuse_other(path, linked=not flags & os.O_NOFOLLOW)
     handle = os.open(path, flags | os.O_NONBLOCK, 0o600)
     try:
         _check(os.fstat(handle), stat.S_IFREG, path)
@@ -100,7 +100,5 @@ def refuse_other(path: str | Path, kind: int = stat.S_IFREG, *, linked: bool = F
 def _check(there: os.stat_result, kind: int, path: str | Path) -> None:
     if (actual_kind := stat.S_IFMT(there.st_mode)) != kind:
         wanted = "real folder" if kind == stat.S_IFDIR else "plain file"
-        is_a = _KINDS.get(
-            actual_kind, "a file" if actual_kind == stat.S_IFREG else "something else"
-        )
+        is_a = _KINDS.get(actual_kind, "something else")
         raise OSError(errno.EINVAL, f"it is {is_a}, and no {wanted}", str(path))

@@ -90,7 +90,10 @@ def discover(package: ModuleType, key: str = "kind") -> Discovered:
     walk(package.__name__, OWN)
     for point in _installed(package.__name__, broken):
         origin, before = _origin(point), len(broken)
-        if reason := _entry_point_flaw(point):
+        if not all(part.isidentifier() for part in point.value.split(".")):
+            reason = (
+                f"the entry point {printable(point.name)!r} must name a module, without a colon"
+            )
             broken[_with_origin(point.value, origin)] = reason
         elif point.value not in walked and not walk(point.value, origin) and len(broken) == before:
             broken[_with_origin(point.value, origin)] = f"it defines no class that has a {key}"
@@ -148,13 +151,6 @@ def _installed(group: str, broken: dict[str, str]) -> list[EntryPoint]:
     except Exception as error:  # noqa: BLE001 - any distribution's file may be damaged
         broken[f"entry points of {group}"] = _reason(error)
         return []
-
-
-def _entry_point_flaw(point: EntryPoint) -> str | None:
-    """Returns what is wrong with an entry point that names no module, or None."""
-    if all(part.isidentifier() for part in point.value.split(".")):
-        return None
-    return f"the entry point {printable(point.name)!r} must name a module, without a colon"
 
 
 def _origin(point: EntryPoint) -> str:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fedleak.util import logs
 
@@ -155,7 +155,7 @@ def _end(processes: Sequence[SpawnProcess]) -> None:
 def _make_call(call: bytes, place: int, answer: Connection) -> None:
     """Makes a call in this process, which was started for it."""
     end_with_parent()
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt
     status = 1
     try:
         answer.send(pickle.loads(call)(place))
@@ -170,7 +170,3 @@ def _make_call(call: bytes, place: int, answer: Connection) -> None:
     # Python would first wait for all that the call left behind, and for a pool whose process has
     # not started yet that can be for ever.
     os._exit(status)
-
-
-def _interrupt(number: int, frame: Any) -> None:
-    raise KeyboardInterrupt
