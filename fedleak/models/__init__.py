@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from fedleak.models.family import ModelFamily
 from fedleak.models.lora import Lora
@@ -289,12 +290,9 @@ def pad(
     sequences: Sequence[Sequence[int]], padding: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Returns ids [B, T] padded on the right, and the mask [B, T]."""
-    longest = max(map(len, sequences))
-    ids_BT = torch.full((len(sequences), longest), padding, dtype=torch.long)
-    mask_BT = torch.zeros_like(ids_BT)
-    for row, sequence in enumerate(sequences):
-        ids_BT[row, : len(sequence)] = torch.tensor(sequence)
-        mask_BT[row, : len(sequence)] = 1
+    rows = [torch.tensor(sequence, dtype=torch.long) for sequence in sequences]
+    ids_BT = pad_sequence(rows, batch_first=True, padding_value=padding)
+    mask_BT = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
     return ids_BT.to(device), mask_BT.to(device)
 
 

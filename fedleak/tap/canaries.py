@@ -53,9 +53,8 @@ def canary_clients(
         if not (training and 0 <= client < count and reply.has_content()):
             return reply
         sent = floats(arrays(message.content)) if sends == "weights" else {}
-        update = {
-            name: np.zeros_like(value) for name, value in floats(arrays(reply.content)).items()
-        }
+        own = floats(arrays(reply.content))
+        update = {name: np.zeros_like(value) for name, value in own.items()}
         canaries = directions(update, count, seed=seed, step=round_of(message) or 1)
         sizes_K = np.zeros(count, np.float32)
         sizes_K[client] = norm * (1.0 if _coin(place, client) else -1.0 if signed else NOTHING)
@@ -102,8 +101,6 @@ def _send(reply: Message, values: dict[str, NDArray[Any]]) -> None:
     records = reply.content.array_records
     for record, own in list(records.items()):
         prefix = "" if len(records) == 1 else f"{record}/"
-        new = {name: values.get(prefix + name) for name in own}
+        new = {name: Array(values[prefix + name]) for name in own if prefix + name in values}
         # A new record: an app may answer with that of the message, which others still read.
-        reply.content[record] = ArrayRecord(
-            {name: own[name] if value is None else Array(value) for name, value in new.items()}
-        )
+        reply.content[record] = ArrayRecord({**own, **new})

@@ -144,10 +144,8 @@ class Tap:
         if not self._sent:
             raise ConfigError(f"{str(self.tapped.path)!r}: no model was sent to train")
         places = self._places(next(iter(self._sent.values())))  # refuses other models
-        if self.about.model.task != CLASSIFICATION:
-            return None
         place = places.get(self.model.family.classifier[0])
-        if place is None:
+        if self.about.model.task != CLASSIFICATION or place is None:
             return None
         weight_CD, *_ = self.tapped.read_arrays(place.kept, place.names).values()
         return len(weight_CD)
