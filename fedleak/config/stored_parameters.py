@@ -56,12 +56,10 @@ def check_stored(made: Experiment, wanted: Experiment, model: LanguageModel) -> 
 
 def read_whole(experiment: Experiment, model: LanguageModel) -> list[str]:
     """Returns the names of the attacks that read all that some client sends."""
-    names = {
-        name
-        for setting in attack_settings(experiment, model)
-        for name, names_read in _parameters_read(experiment, setting).items()
-        if names_read == setting.shared
-    }
+    names: set[str] = set()
+    for setting in attack_settings(experiment, model):
+        read = _parameters_read(experiment, setting)
+        names |= {name for name, names_read in read.items() if names_read == setting.shared}
     return sorted(names)
 
 

@@ -43,11 +43,8 @@ def finished(run: Run, experiment: Experiment) -> bool:
     refuse_another(run, experiment)
     if run.info().get("purged"):
         return True
-    wanted = {
-        (key, named_attack.name)
-        for key in captures_of(run, experiment)
-        for named_attack in experiment.attacks
-    }
+    names = [named_attack.name for named_attack in experiment.attacks]
+    wanted = {(key, name) for key in captures_of(run, experiment) for name in names}
     try:
         summary = run.read_document(SUMMARY)
         answers = shards.read_answers(run)
@@ -223,17 +220,12 @@ def attack_shard(
         if retry:
             shards.drop_failures(run, shard)
         attack_captures(run, experiment, crew, no_more=lambda: True, shard=shard)
-        work = part_of(
-            groups(experiment.attacks, expected_captures(experiment), experiment.workers.at_once),
-            shard,
-        )
+        expected = expected_captures(experiment)
+        work = part_of(groups(experiment.attacks, expected, experiment.workers.at_once), shard)
         gone = absent(run)
         wanted = {(key, task.attack.name) for task in work for key in task.keys if key not in gone}
-        status = {
-            answer.id: answer.status
-            for answer in shards.answers_for(run, shard)
-            if answer.id in wanted
-        }
+        given = shards.answers_for(run, shard)
+        status = {answer.id: answer.status for answer in given if answer.id in wanted}
         failed = sum(outcome == Status.FAILED for outcome in status.values())
         run.write(document, shards.Share(attacks=names, complete=len(status) == len(wanted)))
         # The last shard sees the answers of all.

@@ -359,11 +359,8 @@ def refuse_gaps(collected: SweepSummary, failures: Mapping[str, str]) -> None:
         for cell in cells
         if cell.canary is not None and cell.canary.alarms
     }
-    unfinished = {
-        cell.cell: cell.status
-        for cell in cells
-        if cell.status != "finished" and cell.cell not in failures
-    }
+    others = (cell for cell in cells if cell.cell not in failures)
+    unfinished = {cell.cell: cell.status for cell in others if cell.status != "finished"}
     refusals = []
     for problem, affected, remedy in (
         ("failed", failures, "the same command tries them again"),
@@ -458,15 +455,11 @@ def _apply_(tables: dict[str, Any], setting: Setting) -> None:
         loading.set_(tables, key, copy.deepcopy(value), f"sweep.{FAMILY}")
     if not setting.without:
         return
-    attacks = tables.get("attack", [])
-    names = {attack.get("name", attack.get("kind")) for attack in attacks}
+    attacks = [(table.get("name", table.get("kind")), table) for table in tables.get("attack", [])]
+    names = {name for name, _ in attacks}
     if unknown := [name for name in setting.without if name not in names]:
         raise ConfigError(f"sweep.{FAMILY}: without {unknown[0]!r}, which is no attack of the file")
-    tables["attack"] = [
-        attack
-        for attack in attacks
-        if attack.get("name", attack.get("kind")) not in setting.without
-    ]
+    tables["attack"] = [table for name, table in attacks if name not in setting.without]
 
 
 def _word(value: Any) -> str:

@@ -225,14 +225,11 @@ def client_canaries(
         records = Records(held, canaries.count, poisson)
         # Each batch of a pass has a set of canaries of its own.
         drawn_K = torch.ones_like(coins_K, dtype=torch.bool) if of_fedsgd and not poisson else None
-        by_length = sorted(
-            range(len(texts.sequences)), key=lambda example: len(texts.sequences[example])
-        )
+        lengths = list(map(len, texts.sequences))
+        by_length = sorted(range(len(lengths)), key=lengths.__getitem__)
         dummies = texts.of([by_length[0], by_length[-1]])
-        norms = [
-            private.max_grad_norm * TOO_LONG**loudness
-            for loudness in _spread(stream(experiment.seed, "loudness", client), round)
-        ]
+        loudnesses = _spread(stream(experiment.seed, "loudness", client), round)
+        norms = [private.max_grad_norm * TOO_LONG**loudness for loudness in loudnesses]
         planted = Planted(canaries, coins_K < 0.5, dummies, tuple(norms), records, drawn_K)
         return ClientCanaries(canaries, coins, planted, 0.0)
     scale = TOO_LONG * _longest(protection) if whole else experiment.canary.norm / size

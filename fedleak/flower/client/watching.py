@@ -64,10 +64,8 @@ def refuse_suspect(work: Work, key: Key, sent: Mapping[str, Tensor], batch: Batc
         own=own(model, sent, batch) if batch[0] else None,
         board=Board((work.board or work.private).path / "published", f"c{key.client}"),
     )
-    findings = [
-        {"place": place, **finding}
-        for place, finding in zip(detectors, watched.to_json(), strict=True)
-    ]
+    placed = zip(detectors, watched.to_json(), strict=True)
+    findings = [{"place": place, **finding} for place, finding in placed]
     note = {"hash": watched.hash, "refused": watched.refuses, "findings": findings}
     work.private.detected.write(key, plain({"fingerprint": experiment.fingerprint, **note}))
     for detector, finding in watched.alarms:

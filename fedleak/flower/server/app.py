@@ -117,11 +117,10 @@ def federate(
     if rounds < 1:
         return
     settings, of_server = protocol_of(experiment), (experiment, run, model, first, nodes)
-    strategy = (
-        CuriousServer(*of_server)
-        if settings is None
-        else SummingServer(*of_server, settings=settings, patience=wait.answers)
-    )
+    if settings is None:
+        strategy = CuriousServer(*of_server)
+    else:
+        strategy = SummingServer(*of_server, settings=settings, patience=wait.answers)
     at_once = experiment.federation.at_once or max(AT_ONCE, os.cpu_count() or 1)
     waiting = experiment.audit.waiting if attacked else None
 

@@ -70,16 +70,14 @@ class SummingServer(CuriousServer):
         training_messages = list(super().configure_train(server_round, arrays, config, grid))
         self._clients, self._waiting_for = self._waiting_for, {}
         parameters = self._model.parameters()
-        [client, *_] = self._clients.values()  # all send the same parameters
-        self._names = sorted(sent_by(self._experiment, client, self._model))
+        clients = list(self._clients.values())  # all send the same parameters
+        self._names = sorted(sent_by(self._experiment, clients[0], self._model))
+        held = (most_examples(self._experiment, self._run, client) for client in clients)
         stages = Stages(
             grid=grid,
             tasks={message.metadata.dst_node_id: message.content for message in training_messages},
             shapes=[tuple(parameters[name].shape) for name in self._names],
-            most_examples=max(
-                most_examples(self._experiment, self._run, client)
-                for client in self._clients.values()
-            ),
+            most_examples=max(held),
         )
         self._total, self._refused = self._summed(stages), stages.refused
         return []

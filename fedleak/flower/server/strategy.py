@@ -298,16 +298,15 @@ class CuriousServer(Strategy):
         def held() -> Iterator[ClientUpdate]:
             return (self._run.held.read_capture(Key(round, client)).update for client in left)
 
-        *earlier, rng = (
-            stream(self._experiment.seed, "combined", number) for number in range(1, round + 1)
-        )
+        seed = self._experiment.seed
+        *earlier, rng = (stream(seed, "combined", number) for number in range(1, round + 1))
         combined = aggregator.combined(held(), rng=rng)
         if aggregator.noisy and round in rounds_attacked(self._experiment):
             for client, differences_SK in differences_of_sum(
                 self._experiment, aggregator, round, self._model, combined, left, held()
             ):
                 self._run.vault.write_differences(Key(round, client), differences_SK)
-        after = aggregator.after(held(), rng=stream(self._experiment.seed, "after", round))
+        after = aggregator.after(held(), rng=stream(seed, "after", round))
         if after != aggregator:
             lookup.note_aggregator(self._run, round + 1, after)
         return aggregator.corrected(combined, earlier, len(left), self._noises)

@@ -254,10 +254,8 @@ def _first_update(
     timings = Timings(rehearsal=now() - begun, around=0.0, **attack_timings(answers, given))
     left = captures_of(run, experiment)
     done = answered(answers, experiment)
-    counts = {
-        named.name: sum((key, named.name) not in done for key in left)
-        for named in experiment.attacks
-    }
+    names = [named.name for named in experiment.attacks]
+    counts = {name: sum((key, name) not in done for key in left) for name in names}
     more = min(positive_control.COPIES, len(keys)) - 1 if given else 0
     parts = (
         AuditPart(

@@ -90,10 +90,8 @@ class Costs:
     def of(cls, experiment: Experiment, timings: Timings) -> "Costs":
         """Returns what the attacks of an experiment take, before they are given any time."""
         tables = {str(table.get("name", table["kind"])): table for table in experiment.attack}
-        given = {
-            named.name: tables.get(listed_as(named.name), {}).get("seconds")
-            for named in experiment.attacks
-        }
+        names = [named.name for named in experiment.attacks]
+        given = {name: tables.get(listed_as(name), {}).get("seconds") for name in names}
         return cls(timings, given)
 
     def of_updates(self, seconds: float) -> dict[str, float]:

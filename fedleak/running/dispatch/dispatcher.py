@@ -122,11 +122,8 @@ class Dispatcher:
             self._answers, self._attempts = shard.lines(self._answers), shard.lines(ATTEMPTS)
             tries = run.readable(self._attempts)
         self._tries = Counter(attempt.id for attempt in tries)
-        self._candidates = {
-            named_attack.name: read_candidates(run, named_attack.name)
-            for named_attack in experiment.attacks
-            if named_attack.candidates is not None
-        }
+        asking = (named.name for named in experiment.attacks if named.candidates is not None)
+        self._candidates = {name: read_candidates(run, name) for name in asking}
         expected = expected_captures(experiment)
         work = part_of(groups(experiment.attacks, expected, experiment.workers.at_once), shard)
         wanted = {(key, task.attack.name) for task in work for key in task.keys}

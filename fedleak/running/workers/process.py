@@ -376,10 +376,7 @@ def _call(
     attack = job.attack.attack
     # One name on all rungs of the ladder, so that the facts make the difference, not the draw.
     name = job.attack.listed_as
-    rngs = [
-        stream(job.seed, "attack", name, observation.round, observation.client)
-        for observation in seen
-    ]
+    rngs = [stream(job.seed, "attack", name, o.round, o.client) for o in seen]
     return attempt.call(
         attack, seen, model, rngs=rngs, report=lambda place, at: report(seen[place].client, at)
     )
