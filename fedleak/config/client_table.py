@@ -1,10 +1,10 @@
 """How a client steps, in the words of a user: of `[client]`, of a tap, and of an update."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import fields
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field, JsonValue, model_validator
+from pydantic import BeforeValidator, Field, JsonValue
 
 from fedleak.config.tables import Positive, Table
 from fedleak.training.recipe import Optimiser, Precision, Recipe, Schedule, Shape
@@ -67,18 +67,13 @@ class StepTable(Table):
     final_learning_rate: Annotated[float, Field(ge=0)] = 0.0
     """Where the schedule ends: not above the learning rate, from which it falls."""
 
-    @model_validator(mode="after")
-    def _used(self) -> "StepTable":
+    def _problems(self) -> Iterator[str]:
+        """Yields keys that are of another optimiser, or of a schedule that is not there."""
         if self.momentum and self.optimiser != "sgd":
-            raise ValueError(
-                f"momentum is for 'sgd', and optimiser = {self.optimiser!r}: leave it out"
-            )
+            yield (f"momentum is for 'sgd', and optimiser = {self.optimiser!r}: leave it out")
         for key in ("schedule_rounds", "final_learning_rate"):
             if self.schedule == "constant" and (value := getattr(self, key)):
-                raise ValueError(
-                    f"{key} = {value:g} is for a schedule, and there is none: set schedule"
-                )
-        return self
+                yield (f"{key} = {value:g} is for a schedule, and there is none: set schedule")
 
     @property
     def steps_said(self) -> dict[str, Any]:

@@ -81,15 +81,13 @@ def checked_families(tables: Any) -> list[FamilyTable]:
 
 def settings(families: Sequence[FamilyTable]) -> list[Setting]:
     """Returns what each cell sets, in the file's order."""
-    return [
-        Setting(
-            {"kind": family.name, **({} if strength is None else {"strength": strength})},
-            dict(flat(_filled(family.set, strength))),
-            tuple(family.without),
-        )
-        for family in families
-        for strength in family.strengths or [None]
-    ]
+    cells = []
+    for family in families:
+        for strength in family.strengths or [None]:
+            value = {"kind": family.name, **({} if strength is None else {"strength": strength})}
+            changes = dict(flat(_filled(family.set, strength)))
+            cells.append(Setting(value, changes, tuple(family.without)))
+    return cells
 
 
 def _filled(value: Any, strength: Any) -> Any:

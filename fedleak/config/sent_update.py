@@ -1,10 +1,10 @@
 """What the server knows of an update, whoever trained: a user's own loop, or another Flower app."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from operator import index
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError
 from torch import Tensor
 
 from fedleak.config.client_table import StepTable, one_of
@@ -97,40 +97,36 @@ class SentUpdate(StepTable):
         except ValidationError as error:
             raise wrong_argument(error) from error
 
-    @model_validator(mode="after")
-    def _complete(self) -> "SentUpdate":
+    def _problems(self) -> Iterator[str]:
+        """Yields what cannot be of one update."""
+        yield from super()._problems()
         for name in ("labels", "lengths"):
             numbers = getattr(self, name)
             if numbers is not None and len(numbers) != self.num_examples:
-                raise ValueError(
-                    f"{name} has {len(numbers)} numbers for num_examples = {self.num_examples}"
-                )
+                yield (f"{name} has {len(numbers)} numbers for num_examples = {self.num_examples}")
         if self.own_head and (self.names or self.labels):
-            raise ValueError(
-                "own_head says that the head is not known: leave it out, or names and labels"
-            )
+            yield ("own_head says that the head is not known: leave it out, or names and labels")
         room = self.local_steps * (self.batch_size or self.num_examples)
         if self.num_examples > room:
-            raise ValueError(
+            yield (
                 f"num_examples = {self.num_examples}, and the local_steps = {self.local_steps} of "
                 f"batch_size = {self.batch_size} see {room} at most: give the texts that the steps "
                 "saw, not those that the client has"
             )
         if self.schedule_rounds is not None:
-            raise ValueError(
+            yield (
                 "schedule_rounds is of a federation's rounds: give the learning_rate of this one"
             )
         if self.payload == "gradient" and self.steps_said != StepTable().steps_said:
-            raise ValueError(
+            yield (
                 "a gradient is what the optimiser gets: leave out how the client stepped, or give "
                 "what it made of the weights (payload='delta' or 'weights')"
             )
         if self.payload != "gradient" and self.learning_rate is None:
-            raise ValueError(
+            yield (
                 f"learning_rate is missing: {self.payload} tells a gradient only with the rate of "
                 "the steps"
             )
-        return self
 
     @property
     def granted(self) -> frozenset[str]:

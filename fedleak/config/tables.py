@@ -4,7 +4,8 @@ The line below a field says what the field means. The reference of the experimen
 from these lines.
 """
 
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -50,6 +51,16 @@ class Table(BaseModel):
         allow_inf_nan=False,
         use_attribute_docstrings=True,
     )
+
+    @model_validator(mode="after")
+    def _without_problems(self) -> Self:
+        for problem in self._problems():
+            raise ValueError(problem)
+        return self
+
+    def _problems(self) -> Iterator[str]:
+        """Yields what keys must not say together; each is right by itself."""
+        yield from ()
 
 
 class TappedTable(Table):
@@ -106,19 +117,18 @@ class ModelTable(Table):
     lora: LoraTable | None = None
     """Adapters; left out: the model itself is trained."""
 
-    @model_validator(mode="after")
-    def _loss_of_task(self) -> "ModelTable":
+    def _problems(self) -> Iterator[str]:
+        """Yields what a loss, or words before a response, need of the task."""
         if self.response_template and self.task != CAUSAL_LM:
-            raise ValueError(
+            yield (
                 f"response_template is for task = {CAUSAL_LM!r}, and task = {self.task!r}: leave "
                 "it out"
             )
         if self.task == CAUSAL_LM and self.loss == "squared":
-            raise ValueError(
+            yield (
                 f"loss = 'squared' is for classes and task = {CAUSAL_LM!r} has none: use "
                 "'cross-entropy'"
             )
-        return self
 
 
 class DataTable(Table):
@@ -222,32 +232,31 @@ class FederationTable(Table):
     alpha: Annotated[float, Field(gt=0)] = 0.5
     """Concentration of the Dirichlet distribution: the smaller, the more uneven."""
 
-    @model_validator(mode="after")
-    def _possible(self) -> "FederationTable":
+    def _problems(self) -> Iterator[str]:
+        """Yields why these clients and rounds cannot be, or what the server steps with."""
         if self.clients_per_round is not None and self.clients_per_round > self.clients:
-            raise ValueError(
+            yield (
                 f"clients_per_round = {self.clients_per_round} is more than "
                 f"clients = {self.clients}: lower it"
             )
         needed = self.server_optimiser == "adam" and self.algorithm == "fedavg"
         if needed and self.server_learning_rate is None:
-            raise ValueError(
+            yield (
                 "server_learning_rate is missing: under fedavg learning_rate is the clients', and "
                 "the server's adam needs its own: set it, such as 1e-3"
             )
         if not needed and self.server_learning_rate is not None:
-            raise ValueError(
+            yield (
                 f"server_learning_rate = {self.server_learning_rate:g} is for fedavg with "
                 f"server_optimiser = 'adam', and here are {self.algorithm} and "
                 f"{self.server_optimiser!r}: leave it out"
             )
         a_round = self.clients_per_round or self.clients
         if self.rounds * a_round > MOST_UPDATES:
-            raise ValueError(
+            yield (
                 f"rounds = {self.rounds:,} of {a_round:,} clients are {self.rounds * a_round:,} "
                 f"updates, and a run has at most {MOST_UPDATES:,}: lower one of them"
             )
-        return self
 
 
 class ServerTable(Table):
@@ -292,17 +301,16 @@ class ThreatTable(Table):
     clients: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
     """Clients that are attacked; the updates of others are summed and forgotten. Left out: all."""
 
-    @model_validator(mode="after")
-    def _known_facts(self) -> "ThreatTable":
+    def _problems(self) -> Iterator[str]:
+        """Yields facts that do not exist, and those that the ladder grants by itself."""
         for fact in self.knows:
             if fact not in GRANTABLE:
-                raise ValueError(unknown("fact", fact, GRANTABLE))
+                yield unknown("fact", fact, GRANTABLE)
         if self.ladder and self.knows:
-            raise ValueError(
+            yield (
                 f"ladder = true grants each fact in turn, and knows = {self.knows} would grant "
                 "some from the start: keep one of them"
             )
-        return self
 
 
 class PrivacyTable(Table):
@@ -413,16 +421,15 @@ class WorkersTable(Table):
     ray: RayTable | None = None
     """The cluster of the engine `ray`."""
 
-    @model_validator(mode="after")
-    def _one_place(self) -> "WorkersTable":
+    def _problems(self) -> Iterator[str]:
+        """Yields what makes the place of the workers unclear."""
         if self.engine == "ray" and self.ray is None:
-            raise ValueError("engine = 'ray' needs the cluster's address: set workers.ray.address")
+            yield "engine = 'ray' needs the cluster's address: set workers.ray.address"
         if self.engine == "ray" and self.devices is not None:
-            raise ValueError(
+            yield (
                 "devices are those of this machine, and engine = 'ray' uses the cluster's: leave "
                 "devices out"
             )
-        return self
 
 
 class AuditTable(Table):
@@ -458,14 +465,13 @@ class AuditTable(Table):
     With `keep` it bounds the disk that a run takes, and no more clients are asked at a time.
     """
 
-    @model_validator(mode="after")
-    def _waiting_of_deleted(self) -> "AuditTable":
+    def _problems(self) -> Iterator[str]:
+        """Yields that nothing bounds the disk."""
         if self.waiting is not None and self.keep == "all":
-            raise ValueError(
+            yield (
                 f"waiting = {self.waiting} bounds the disk only where captures are deleted: set "
                 "keep to 'none' or 'unproved', or leave waiting out"
             )
-        return self
 
 
 Share = Annotated[float, Field(ge=0, le=1)]

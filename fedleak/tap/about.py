@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -32,11 +33,11 @@ class TrainingTable(StepTable):
     """Whether clients train with dropout, the model's or that of adapters; `model.train()` turns it
     on."""
 
-    @model_validator(mode="after")
-    def _one_rate(self) -> "TrainingTable":
+    def _problems(self) -> Iterator[str]:
+        """Yields that the learning rate is not said once."""
+        yield from super()._problems()
         if (self.learning_rate is None) == (self.learning_rate_key is None):
-            raise ValueError("give one of learning_rate and learning_rate_key")
-        return self
+            yield "give one of learning_rate and learning_rate_key"
 
     def steps(self, num_examples: int) -> int:
         """Returns the optimiser's steps over so many examples."""
@@ -141,17 +142,16 @@ class TruthLine(Table):
     texts: Annotated[list[str], Field(min_length=1)]
     labels: list[Annotated[int, Field(ge=0)]] = []
 
-    @model_validator(mode="after")
-    def _check_line(self) -> "TruthLine":
+    def _problems(self) -> Iterator[str]:
+        """Yields what is wrong with a line."""
         if (self.node is None) == (self.client is None):
-            raise ValueError("give one of node and client")
+            yield "give one of node and client"
         if not all(text.strip() for text in self.texts):
-            raise ValueError("a text is empty")
+            yield "a text is empty"
         if not all(is_whole(text) for text in self.texts):
-            raise ValueError("a text is damaged: it has half of a character (a lone surrogate)")
+            yield "a text is damaged: it has half of a character (a lone surrogate)"
         if self.labels and len(self.labels) != len(self.texts):
-            raise ValueError(f"{len(self.labels)} labels for {len(self.texts)} texts")
-        return self
+            yield f"{len(self.labels)} labels for {len(self.texts)} texts"
 
 
 def load_truth(path: Path) -> list[TruthLine]:
