@@ -12,10 +12,11 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from fedleak.detectors.movement import Movement as Movement
 from fedleak.util.errors import FedleakError, UnknownKindError, unknown
@@ -135,6 +136,18 @@ class Detector:
     def __call__(self, seen: Seen) -> Finding:
         """Returns what it finds."""
         raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnDetector(Detector):
+    """A detector of what the client computes on its own batch. It has no limit by itself.
+
+    Attributes:
+        limit: Statistic above which it alarms; None: never.
+    """
+
+    reads: ClassVar = "own"
+    limit: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
 
 def flaw(cls: type) -> str | None:

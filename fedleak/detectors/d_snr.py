@@ -2,16 +2,15 @@
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import numpy as np
-from pydantic import Field
 
-from fedleak.detectors import EMBEDDINGS, Detector, Finding, Seen, matrices
+from fedleak.detectors import EMBEDDINGS, Finding, OwnDetector, Seen, matrices
 
 
 @dataclass(frozen=True, kw_only=True)
-class DSnr(Detector):
+class DSnr(OwnDetector):
     """Disaggregation signal-to-noise ratio (Garov et al. 2024). No limit by itself.
 
     Over all matrices but embeddings, the largest ratio of one example's gradient norm to the sum of
@@ -25,8 +24,6 @@ class DSnr(Detector):
 
     kind: ClassVar[str] = "d_snr"
     cost: ClassVar[str] = "a forward and a backward pass for each example of the batch"
-    reads: ClassVar = "own"
-    limit: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
     def __call__(self, seen: Seen) -> Finding:
         """Returns the ratio."""

@@ -1,15 +1,13 @@
 """How long the client's own gradient is."""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
-from pydantic import Field
-
-from fedleak.detectors import Detector, Finding, Seen
+from fedleak.detectors import Finding, OwnDetector, Seen
 
 
 @dataclass(frozen=True, kw_only=True)
-class GradientNorm(Detector):
+class GradientNorm(OwnDetector):
     """Measures the L2 norm of the client's own gradient. It has no limit by itself.
 
     What is normal depends on model and data, and no bound is known: take a limit from honest rounds
@@ -21,8 +19,6 @@ class GradientNorm(Detector):
 
     kind: ClassVar[str] = "gradient_norm"
     cost: ClassVar[str] = "a forward and a backward pass on the batch"
-    reads: ClassVar = "own"
-    limit: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
     def __call__(self, seen: Seen) -> Finding:
         """Returns the norm."""

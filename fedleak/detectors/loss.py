@@ -1,15 +1,13 @@
 """How well the broadcast does on the client's own batch."""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
-from pydantic import Field
-
-from fedleak.detectors import Detector, Finding, Seen
+from fedleak.detectors import Finding, OwnDetector, Seen
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loss(Detector):
+class Loss(OwnDetector):
     """Measures the loss of the broadcast on the client's batch. It has no limit by itself.
 
     A model that was turned into an imprint does badly, but a fresh head does too, and then the loss
@@ -21,8 +19,6 @@ class Loss(Detector):
 
     kind: ClassVar[str] = "loss"
     cost: ClassVar[str] = "a forward pass on the batch"
-    reads: ClassVar = "own"
-    limit: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
     def __call__(self, seen: Seen) -> Finding:
         """Returns the loss."""
