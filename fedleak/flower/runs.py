@@ -51,11 +51,6 @@ class FlowerRun(NamedTuple):
     status: str
     details: str
 
-    @property
-    def ended(self) -> bool:
-        """Whether the run has ended."""
-        return self.status.startswith("finished")
-
 
 def follow(
     superlink: str,
@@ -107,7 +102,7 @@ def follow(
             if current != reported:
                 report(current)
             reported = current
-            if current.ended:
+            if current.status.startswith("finished"):
                 return current
         time.sleep(POLL_SECONDS)
 

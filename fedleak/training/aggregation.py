@@ -1,6 +1,6 @@
 """The honest server's sum of updates (McMahan et al. 2017, algorithm 1)."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -54,30 +54,6 @@ class WeightedSum:
         """
         mean = {name: value / self.examples[name] for name, value in self.tensors.items()}
         return ClientUpdate(self.kind, mean, self.all_examples)
-
-
-def taken_out(
-    mean: ClientUpdate,
-    names: Iterable[str],
-    client: int,
-    weights: Mapping[str, Mapping[int, int]],
-    examples: int,
-) -> ClientUpdate:
-    """Returns a client's update, from parameters to which only this client contributed.
-
-    Args:
-        mean: The weighted mean of each parameter over the clients that sent it.
-        names: Names of the parameters to which nobody else contributed.
-        client: Whose update it is.
-        weights: By parameter, the weight of each client that sent it.
-        examples: Examples that the client reported.
-    """
-    tensors = {}
-    for name in sorted(set(names) & mean.tensors.keys()):
-        own = weights[name].get(client, 0)
-        whole = sum(weights[name].values())
-        tensors[name] = mean.tensors[name] * (whole / own if own else 0.0)
-    return ClientUpdate(mean.kind, tensors, examples)
 
 
 def aggregate(

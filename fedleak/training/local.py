@@ -3,7 +3,7 @@
 FedSGD and FedAvg: McMahan et al. 2017, algorithm 1 (FedSGD with the gradient on the wire).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -66,11 +66,8 @@ def _delta_(
 ) -> dict[str, Tensor]:
     """Makes the local steps and returns trained minus broadcast weights, by name."""
     before = {name: p.clone() for name, p in model.parameters().items()}
-
-    def gradients() -> Iterator[dict[str, Tensor]]:
-        for chosen in training.batches(len(examples.sequences), stream(seed, "order")):
-            yield gradient(model, examples.of(chosen), training.recipe)
-
-    steps_(model, gradients(), training.recipe, training.learning_rate)
+    batches = training.batches(len(examples.sequences), stream(seed, "order"))
+    gradients = (gradient(model, examples.of(chosen), training.recipe) for chosen in batches)
+    steps_(model, gradients, training.recipe, training.learning_rate)
     # In the place of the broadcast weights: one model less in memory.
     return moved(before, model.parameters())

@@ -21,13 +21,11 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from opacus.grad_sample import GradSampleHooks
-from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
-    GradSampleHooksFastGradientClipping,
-)
+from opacus.grad_sample import GradSampleHooks, GradSampleHooksFastGradientClipping
 from opacus.grad_sample.linear import compute_linear_grad_sample, compute_linear_norm_sample
 from opacus.grad_sample.utils import register_grad_sampler, register_norm_sampler
 from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
@@ -86,6 +84,7 @@ def private_update_(
     """
     noise, seen, private = stream(seed, "private"), Seen(), training.private
     assert private is not None
+    step = partial(private_gradient, model, private=private, noise=noise, seen=seen)
     num_examples = len(examples.sequences)
     joining: Joining | None = None
     if training.kind == UpdateKind.GRADIENT:
@@ -94,9 +93,7 @@ def private_update_(
         if planted is not None:
             assert planted.drawn_K is not None
             joining = Joining(planted, planted.drawn_K)
-        tensors = private_gradient(
-            model, examples, num_examples, private, noise, seen, joining=joining
-        )
+        tensors = step(examples, num_examples, joining=joining)
     else:
         before = {name: p.clone() for name, p in model.parameters().items()}
         expected = min(training.batch_size, num_examples)
@@ -110,9 +107,7 @@ def private_update_(
                 of_canaries = None
                 if planted is not None:
                     of_canaries = Joining(planted, records.drawn_canaries(drawn))
-                yield private_gradient(
-                    model, batch, expected, private, noise, seen, joining=of_canaries
-                )
+                yield step(batch, expected, joining=of_canaries)
 
         steps_(model, gradients(), training.recipe, training.learning_rate)
         tensors = moved(before, model.parameters())
@@ -271,13 +266,9 @@ def per_example(
     modes = [layer.training for layer in layers]
     for layer in layers:
         layer.training = True
-    hooks = (
-        GradSampleHooksFastGradientClipping(
-            model.module, loss_reduction="sum", strict=False, max_grad_norm=max_grad_norm
-        )
-        if ghost
-        else GradSampleHooks(model.module, loss_reduction="sum", strict=False)
-    )
+    kind = GradSampleHooksFastGradientClipping if ghost else GradSampleHooks
+    clipping = {"max_grad_norm": max_grad_norm} if ghost else {}
+    hooks = kind(model.module, loss_reduction="sum", strict=False, **clipping)
     try:
         with warnings.catch_warnings():
             # Inputs of the word embedding are token ids, which have no gradient.

@@ -126,7 +126,8 @@ def federate(
 
     def room(under_way: int) -> bool:
         """Whether another capture may wait for its attacks; if not, training waits."""
-        return waiting is None or strategy.writing + run.captures.waiting() + under_way < waiting
+        writing = strategy.beside.busy
+        return waiting is None or writing + run.captures.waiting() + under_way < waiting
 
     try:
         strategy.start(

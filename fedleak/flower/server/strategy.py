@@ -25,7 +25,7 @@ from fedleak.flower.server.replies import RefusedError, client_error, take_updat
 from fedleak.flower.server.round_sum import Beside, RoundSum
 from fedleak.models import CLASSIFICATION, LanguageModel
 from fedleak.store.run import Capture, Key, Run
-from fedleak.training.aggregation import WeightedSum, aggregate, difference, taken_out
+from fedleak.training.aggregation import WeightedSum, aggregate, difference
 from fedleak.training.observation import ClientUpdate, Knowledge, UpdateKind
 from fedleak.util.errors import FedleakError
 from fedleak.util.lists import first_of
@@ -81,7 +81,7 @@ class CuriousServer(Strategy):
         self._mode: ServerMode | None = None  # of the round
         self._target: int | None = None  # of the mode
         self._examples: dict[int, int] = {}  # that clients of the round report
-        self._beside = Beside()
+        self.beside = Beside()  # writes what was received
 
     def on_reply(self, reply: Message) -> RecordDict:
         """Captures a client's reply if it is right, and returns an empty record in its place."""
@@ -128,7 +128,7 @@ class CuriousServer(Strategy):
             else:
                 run.captures.write(stored)
 
-        self._beside.do(write)
+        self.beside.do(write)
         if is_next:
             total.add_(capture)
         else:
@@ -154,14 +154,9 @@ class CuriousServer(Strategy):
         read = {name: value for name, value in tensors.items() if name in names}
         return replace(capture, update=replace(capture.update, tensors=read))
 
-    @property
-    def writing(self) -> bool:
-        """Whether something that was received is not on disk yet."""
-        return self._beside.busy
-
     def finish(self) -> None:
         """Waits until all that was received is on disk."""
-        self._beside.finish()
+        self.beside.finish()
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -256,7 +251,7 @@ class CuriousServer(Strategy):
             rate = optimiser.learning_rate
             self._capture_of_all(round, difference(broadcast, following, total, rate))
         elif combined is not None and captured not in lookup.absent(self._run):
-            self._capture_of_all(round, self._seen_of_sum(combined, round))
+            self._capture_of_all(round, self._seen_of_sum(combined))
         if self._aggregator is not None:
             self._run.held.drop()
         if adam and round < self._experiment.federation.rounds:
@@ -311,7 +306,7 @@ class CuriousServer(Strategy):
             lookup.note_aggregator(self._run, round + 1, after)
         return aggregator.corrected(combined, earlier, len(left), self._noises)
 
-    def _seen_of_sum(self, combined: ClientUpdate, round: int) -> ClientUpdate:
+    def _seen_of_sum(self, combined: ClientUpdate) -> ClientUpdate:
         """Returns what is captured of a sum: all of it, or the target's update."""
         if self._mode is None or self._target is None:
             return combined
@@ -323,7 +318,12 @@ class CuriousServer(Strategy):
             for name in names & sent_by(self._experiment, client, self._model):
                 weights[name][client] = self._aggregator.weight(examples)
         own = self._examples.get(self._target, 0)  # none if it dropped out
-        return taken_out(combined, names, self._target, weights, own)
+        tensors = {}
+        for name in sorted(names & combined.tensors.keys()):
+            # The mean over all that sent a parameter, to which nobody but the target contributed.
+            weight, whole = weights[name].get(self._target, 0), sum(weights[name].values())
+            tensors[name] = combined.tensors[name] * (whole / weight if weight else 0.0)
+        return ClientUpdate(combined.kind, tensors, own)
 
     def _capture_of_all(self, round: int, update: ClientUpdate) -> None:
         """Captures the update of a round: of all its clients, or of the target in the sum."""

@@ -7,6 +7,7 @@ import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -127,13 +128,10 @@ def bounds(
     mu = UNBOUNDED_MU if noise_multiplier is None else 1 / noise_multiplier
     sampled = sampling_rate < 1
     if sampled:
-        ratios = [
-            canaries.log_ratios(
-                scores_K, mu, rate=sampling_rate, steps=1, numbers=canaries.MOST_NUMBERS
-            )
-            for scores_K in scores_TK
-        ]
-        pooled_K = np.sum(ratios, axis=0)
+        of_step = partial(
+            canaries.log_ratios, mu=mu, rate=sampling_rate, steps=1, numbers=canaries.MOST_NUMBERS
+        )
+        pooled_K = np.sum(list(map(of_step, scores_TK)), axis=0)
     else:
         pooled_K = scores_TK.sum(0) / math.sqrt(steps)
     return lower_bounds(
