@@ -50,14 +50,10 @@ def export(run: Run, path: Path, *, texts: bool = False) -> int:
     rows = scored_rows(run)
     read = _texts(run) if texts else {}
     experiment = stored(run)
-    table = [
-        {
-            **_flat(row),
-            "server": mode.kind if (mode := experiment.mode_in(row.round)) else Honest.kind,
-            **({"pairs": read.get(row.id)} if texts else {}),
-        }
-        for row in rows
-    ]
+    table = []
+    for row in rows:
+        mode, pairs = experiment.mode_in(row.round), {"pairs": read.get(row.id)} if texts else {}
+        table.append({**_flat(row), "server": mode.kind if mode else Honest.kind, **pairs})
     with new_file(path) as temporary:
         if kind == ".csv":
             harmless = [{name: _harmless(value) for name, value in row.items()} for row in table]

@@ -304,18 +304,11 @@ def carry_out_at_once(
         keep(failures)
         tell(cell, "finished" if failure is None else "failed")
 
-    calls = {
-        cell.name: partial(
-            _carry_out_alone,
-            plans[cell.name],
-            sweep.run(cell).path,
-            _alike(sweep, cell, plans[cell.name]),
-            train,
-            jobs,
-        )
-        for cell in sweep.cells
-        if cell.name in plans
-    }
+    calls = {}
+    for cell in [cell for cell in sweep.cells if cell.name in plans]:
+        plan, path = plans[cell.name], sweep.run(cell).path
+        alike = _alike(sweep, cell, plan)
+        calls[cell.name] = partial(_carry_out_alone, plan, path, alike, train, jobs)
     processes.side_by_side(calls, jobs, lambda cell: tell(cell, "started"), ended)
     return {cell: failures[cell] for cell in plans if cell in failures}
 

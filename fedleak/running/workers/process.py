@@ -332,15 +332,20 @@ def work_together(
     if attacked:
         start = time.perf_counter()
         seen = [observation for _, observation in attacked]
+        # One name on all rungs of the ladder, so that the facts make the difference, not the draw.
+        attack, name = first.attack.attack, first.attack.listed_as
+        rngs = [stream(first.seed, "attack", name, o.round, o.client) for o in seen]
         try:
-            returned = _call(first, seen, model, report)
+            returned = attempt.call(
+                attack, seen, model, rngs=rngs, report=lambda i, at: report(seen[i].client, at)
+            )
             seconds = round((time.perf_counter() - start) / len(attacked), 4)
         finally:
             spoiled = changed(model, before)
             if spoiled:  # the next attack gets a new one
                 _model_at.cache_clear()
                 _model.cache_clear()
-        checked = attempt.answers(first.attack.attack, returned, seen, model, spoiled)
+        checked = attempt.answers(attack, returned, seen, model, spoiled)
         for (job, _), answer in zip(attacked, checked, strict=True):
             answers[job.key] = answer_of(job, answer, seconds, device_name(device), len(attacked))
     return [answers[job.key] for job in jobs]
@@ -367,19 +372,6 @@ def _look(job: Job, model: LanguageModel, device: str) -> Observation | Reconstr
         round=job.key.round, client=job.key.client, update=update, knowledge=job.knowledge
     )
     return attempt.unfit(job.attack.attack, seen, model) or seen
-
-
-def _call(
-    job: Job, seen: Sequence[Observation], model: LanguageModel, report: OnProgress
-) -> object:
-    """Calls the attack of a job on all observations; what it returns may be anything."""
-    attack = job.attack.attack
-    # One name on all rungs of the ladder, so that the facts make the difference, not the draw.
-    name = job.attack.listed_as
-    rngs = [stream(job.seed, "attack", name, o.round, o.client) for o in seen]
-    return attempt.call(
-        attack, seen, model, rngs=rngs, report=lambda place, at: report(seen[place].client, at)
-    )
 
 
 def _begin(telling_end: Connection) -> None:
