@@ -12,7 +12,7 @@ import importlib
 import pkgutil
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import is_dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -76,16 +76,29 @@ def discover(package: ModuleType, key: str = "kind") -> Discovered:
     defined: dict[str, list[tuple[type, str]]] = defaultdict(list)
 
     def walk(name: str, origin: str) -> int:
-        """Notes the classes of a module and of those in it; returns how many there are."""
-        count = 0
-        for module in _modules(name, origin, package, walked, broken):
-            for cls in _classes(module, key):
-                count += 1
-                if reason := flaw(cls):
-                    broken[_named(cls, origin)] = reason
-                else:
-                    defined[vars(cls)[key]].append((cls, origin))
-        return count
+        """Imports a module and all that are in it, each once; returns how many classes there are.
+
+        Notes those classes, and what cannot be imported or used.
+        """
+        if name in walked:
+            return 0
+        walked.add(name)
+        try:
+            module = importlib.import_module(name)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - it may be anybody's file
+            broken[_with_origin(name, origin)] = _reason(error)
+            return 0
+        if origin == OWN and module is not package and hasattr(module, "flaw"):
+            return 0  # it holds another sort
+        classes = _classes(module, key)
+        for cls in classes:
+            if reason := flaw(cls):
+                broken[_named(cls, origin)] = reason
+            else:
+                defined[vars(cls)[key]].append((cls, origin))
+        inner = pkgutil.iter_modules(getattr(module, "__path__", ()), f"{name}.")
+        names = [info.name for info in inner if not info.name.endswith(".__main__")]  # a program
+        return len(classes) + sum(walk(within, origin) for within in names)
 
     walk(package.__name__, OWN)
     for point in _installed(package.__name__, broken):
@@ -111,26 +124,6 @@ def discover(package: ModuleType, key: str = "kind") -> Discovered:
                 if len(rightful) > 1 or (cls, origin) not in rightful
             }
     return Discovered(kinds, origins, broken)
-
-
-def _modules(
-    name: str, origin: str, package: ModuleType, walked: set[str], broken: dict[str, str]
-) -> Iterator[ModuleType]:
-    """Imports a module and all that are in it, each once; notes those that cannot be imported."""
-    if name in walked:
-        return
-    walked.add(name)
-    try:
-        module = importlib.import_module(name)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - it may be anybody's file
-        broken[_with_origin(name, origin)] = _reason(error)
-        return
-    if origin == OWN and module is not package and hasattr(module, "flaw"):
-        return  # it holds another sort
-    yield module
-    for info in pkgutil.iter_modules(getattr(module, "__path__", ()), f"{name}."):
-        if not info.name.endswith(".__main__"):  # which is a program
-            yield from _modules(info.name, origin, package, walked, broken)
 
 
 def _classes(module: ModuleType, key: str) -> list[type]:
