@@ -458,10 +458,8 @@ def _corpus(
     classes: Sequence[str] | None = None,
 ) -> tuple[Corpus, int]:
     """Returns what is in the columns of a table, and how many rows without text were left out."""
-    cells = {
-        column: [_as_text(value) for value in rows[column][:]]
-        for column in _columns(text, rows.column_names)
-    }
+    columns = _columns(text, rows.column_names)
+    cells = {column: [_as_text(value) for value in rows[column][:]] for column in columns}
     for column, values in cells.items():
         for number, value in enumerate(values, start=1):
             if value is None:

@@ -227,8 +227,7 @@ def _csv_fault(text: str, file: TableFile) -> str | None:
     )
     width, first, count, line, record = 0, 0, 0, 0, [""]
     try:
-        for following in _numbered(records):
-            line, record = following
+        for line, record in _numbered(records):
             if not width and record:
                 width, first = len(record), line
             if len(record) > width:

@@ -54,22 +54,18 @@ class DpFtrl(CentralDp):
         Products get smaller from one diagonal to the next, so `separation` is the worst case.
         """
         column = torch.tensor(self.coefficients, dtype=torch.float64)
-        products = [
-            float(column[lag:] @ column[: self.bands - lag])
-            for lag in range(0, self.bands, self.separation)
-        ]
+        lags = range(0, self.bands, self.separation)
+        products = [float(column[lag:] @ column[: self.bands - lag]) for lag in lags]
         return 2 * sum(products) - products[0]
 
     def corrected(
         self, update: ClientUpdate, earlier: Sequence[torch.Generator], clients: int, kept: Noises
     ) -> ClientUpdate:
         """Returns the update less what earlier rounds carry of its noise."""
+        shapes = {name: value.shape for name, value in sorted(update.tensors.items())}
         for round, rng in enumerate(earlier, start=1):
             if round > max(kept, default=0):
-                drawn = {
-                    name: torch.randn(value.shape, generator=rng)
-                    for name, value in sorted(update.tensors.items())
-                }
+                drawn = {n: torch.randn(shape, generator=rng) for n, shape in shapes.items()}
                 kept[round] = self._less(drawn, kept, 1.0)
                 kept.pop(round - self.bands, None)
         less = self._less(update.tensors, kept, super().noise_on_mean(clients))

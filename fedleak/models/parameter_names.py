@@ -96,10 +96,8 @@ def matched(
 def _names(module: nn.Module) -> dict[str, str]:
     """Returns the names of all parameters, and for each the first name of the same parameter."""
     first: dict[int, str] = {}
-    return {
-        name: first.setdefault(id(parameter), name)
-        for name, parameter in module.named_parameters(remove_duplicate=False)
-    }
+    named = module.named_parameters(remove_duplicate=False)
+    return {name: first.setdefault(id(parameter), name) for name, parameter in named}
 
 
 def _ending(name: str, known: Iterable[str] | Mapping[str, str]) -> str | None:

@@ -122,14 +122,10 @@ class Prior:
         rows = [[token for token in row if token != _NONE] for row in tokens_UT.tolist()]
         special = frozenset(victim_tokenizer.all_special_ids)
         content = [sum(token not in special for token in row) for row in rows]
-        texts = [
-            text.strip() for text in victim_tokenizer.batch_decode(rows, skip_special_tokens=True)
-        ]
+        decoded = victim_tokenizer.batch_decode(rows, skip_special_tokens=True)
+        encoded = self.tokenizer([text.strip() for text in decoded])["input_ids"]
         begin = self.tokenizer.bos_token_id
-        own = [
-            ids if begin is None or ids[:1] == [begin] else [begin, *ids]
-            for ids in self.tokenizer(texts)["input_ids"]
-        ]
+        own = [ids if begin is None or ids[:1] == [begin] else [begin, *ids] for ids in encoded]
         own_UT, _ = pad([ids[: self.max_length] for ids in own], _NONE, tokens_UT.device)
         return own_UT, torch.tensor(content, device=tokens_UT.device)
 

@@ -79,10 +79,8 @@ def scored_rows(run: Run) -> list[LeakageRow]:
 def _flat(row: LeakageRow) -> dict[str, Any]:
     """Returns a row as cells: a table or a list becomes JSON."""
     personal = [item.model_dump(mode="json") for item in row.personal]
-    return {
-        name: json.dumps(value) if isinstance(value, dict | list) else value
-        for name, value in {**row.model_dump(mode="json"), "personal": personal}.items()
-    }
+    cells = {**row.model_dump(mode="json"), "personal": personal}
+    return {n: json.dumps(v) if isinstance(v, dict | list) else v for n, v in cells.items()}
 
 
 def _texts(run: Run) -> Mapping[tuple[Key, str], str]:

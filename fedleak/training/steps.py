@@ -38,10 +38,8 @@ def gradient(model: LanguageModel, batch: Batch, recipe: Recipe) -> dict[str, Te
     """
     sequences, labels = batch
     size = -(-len(sequences) // recipe.accumulate)
-    parts = [
-        Batch(sequences[start : start + size], labels[start : start + size])
-        for start in range(0, len(sequences), size)
-    ]
+    slices = [slice(start, start + size) for start in range(0, len(sequences), size)]
+    parts = [Batch(sequences[part], labels[part]) for part in slices]
     if len(parts) == 1:
         return _gradient(model, batch, recipe, 1.0)
     counts = [sum(target_counts(model, part.sequences)) for part in parts]

@@ -119,10 +119,8 @@ class SummingServer(CuriousServer):
             note_dropped_out(self._run, round, everyone, refusing, skipped=True)
             return None
         parameters = self._model.parameters()
-        tensors = {
-            name: torch.from_numpy(value).to(parameters[name].dtype)
-            for name, value in zip(self._names, total.mean, strict=True)
-        }
+        means = zip(self._names, map(torch.from_numpy, total.mean), strict=True)
+        tensors = {name: mean.to(parameters[name].dtype) for name, mean in means}
         self._examples = {self._clients[node]: count for node, count in total.examples.items()}
         absent = [c for node, c in self._clients.items() if node not in total.examples]
         note_dropped_out(self._run, round, absent, refusing)

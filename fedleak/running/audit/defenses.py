@@ -40,6 +40,7 @@ def free_families(experiment: Experiment, model: LanguageModel, smallest: int) -
     epochs = table.local_epochs if table.algorithm == "fedavg" else 1
     positions = filter(None, [model.family.position_embedding])  # rotary positions have none
     larger = [*dict.fromkeys(min(times * size, smallest) for times in (4, 16))]
+    batches = [_family("texts in a batch", larger, federation={"batch_size": families.STRENGTH})]
     local: dict[str, Any] = {"federation": {"algorithm": "fedavg", "local_epochs": "<strength>"}}
     if table.algorithm == "fedsgd" and table.server_optimiser == "adam":  # clients step by it now
         local["federation"]["server_optimiser"] = "sgd"
@@ -55,11 +56,7 @@ def free_families(experiment: Experiment, model: LanguageModel, smallest: int) -
             "secure sum and frozen embeddings",
             defense=[_frozen("embeddings"), {"kind": "secure_sum"}],
         ),
-        *(
-            [_family("texts in a batch", larger, federation={"batch_size": families.STRENGTH})]
-            if smallest > size
-            else []
-        ),
+        *(batches if smallest > size else []),
         _family("local epochs", [2 * epochs, 4 * epochs], **local),
     ]
 

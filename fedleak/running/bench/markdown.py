@@ -65,9 +65,7 @@ def _difference(first: Result, second: Result) -> str | None:
         if first_value != second_value:
             shown = f"{printable(str(first_value))}, {printable(str(second_value))}"
             return f"their {field} differs ({shown})"
-    first_settings = {
-        setting.name: setting for setting in first.settings if setting.left_out is None
-    }
+    first_settings = {s.name: s for s in first.settings if s.left_out is None}
     for setting in second.settings:
         same = first_settings.get(setting.name)
         if same is not None and setting.left_out is None:
@@ -124,28 +122,22 @@ def _remarks(mark: str, result: Result) -> Iterator[str]:
 
 def _overview(marked: Marked) -> Iterator[str]:
     """Yields exact texts, attacks against settings."""
-    settings = [
-        of_results
-        for of_results in zip(*(result.settings for _, result in marked), strict=False)
-        if any(setting.left_out is None for setting in of_results)
-    ]
+    columns = zip(*(result.settings for _, result in marked), strict=False)
+    settings = [column for column in columns if any(s.left_out is None for s in column)]
     if not settings:
         return
     rows = []
     for place, (mark, result) in enumerate(marked):
-        here = [of_results[place] for of_results in settings]
+        here = [column[place] for column in settings]
         for entry in result.attacks:
-            cells = [
-                next((cell for cell in setting.cells if cell.attack == entry.name), None)
-                for setting in here
-            ]
+            cells = [next((c for c in s.cells if c.attack == entry.name), None) for s in here]
             # Whether an attack looks for whole texts, as far as can be told from its answers.
             if any(cell and cell.figures and cell.figures.exact_match for cell in cells):
                 rows.append([f"{code(entry.name)}{mark}", *map(_short, cells)])
         figures = [_exact_and_rouge(setting.together) for setting in here]
         rows.append([f"*any of them*{mark}", *figures])
     yield "Texts read word for word, %; in brackets the ROUGE-L.\n"
-    yield from lines(["attack", *(escaped(of_results[0].name) for of_results in settings)], rows)
+    yield from lines(["attack", *(escaped(column[0].name) for column in settings)], rows)
     yield ""
 
 

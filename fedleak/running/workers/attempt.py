@@ -98,10 +98,8 @@ def answers(
         reason = f"the attack returned {description} for {len(seen)} observations"
         return [Reconstruction.none(Status.FAILED, reason)] * len(seen)
     seconds = getattr(attack, "seconds", None) or replay.SECONDS
-    return [
-        _answer(answer, observation, model, seconds)
-        for answer, observation in zip(given, seen, strict=True)
-    ]
+    answered = zip(given, seen, strict=True)
+    return [_answer(answer, observation, model, seconds) for answer, observation in answered]
 
 
 def _answer(

@@ -103,10 +103,8 @@ class Canaries:
     def norms(self, canary: int) -> dict[str, float]:
         """Returns the norm of a canary's direction on each parameter that it is on, by name."""
         direction_S = self.directions()[:, canary]
-        return {
-            name: float(np.linalg.norm(direction_S[numbers]))
-            for name, _, numbers in self._places(canary)
-        }
+        places = self._places(canary)
+        return {name: float(np.linalg.norm(direction_S[numbers])) for name, _, numbers in places}
 
     def _places(self, canary: int | None = None) -> Iterator[tuple[str, slice, slice]]:
         """Yields which numbers of a parameter belong to canaries, and their places among these.
