@@ -70,10 +70,10 @@ class StepTable(Table):
     def _problems(self) -> Iterator[str]:
         """Yields keys that are of another optimiser, or of a schedule that is not there."""
         if self.momentum and self.optimiser != "sgd":
-            yield (f"momentum is for 'sgd', and optimiser = {self.optimiser!r}: leave it out")
+            yield f"momentum is for 'sgd', and optimiser = {self.optimiser!r}: leave it out"
         for key in ("schedule_rounds", "final_learning_rate"):
             if self.schedule == "constant" and (value := getattr(self, key)):
-                yield (f"{key} = {value:g} is for a schedule, and there is none: set schedule")
+                yield f"{key} = {value:g} is for a schedule, and there is none: set schedule"
 
     @property
     def steps_said(self) -> dict[str, Any]:

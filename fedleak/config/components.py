@@ -75,7 +75,11 @@ class Placed(Generic[T]):
 
 def used_by(client: int, placed: Iterable[Placed[T]]) -> dict[int, T]:
     """Returns what a client uses, by its place in the file."""
-    return {n: p.part for n, p in enumerate(placed) if p.clients is None or client in p.clients}
+    return {
+        number: entry.part
+        for number, entry in enumerate(placed)
+        if entry.clients is None or client in entry.clients
+    }
 
 
 @dataclass(frozen=True)

@@ -103,9 +103,8 @@ class Experiment(tables.Table):
         """
         built = [components.build_attack(i, table) for i, table in enumerate(self.attack)]
         listed = {named.attack.kind for named in built}
-        built[:0] = [
-            components.build_attack(0, {"kind": kind}) for kind in always_on() if kind not in listed
-        ]
+        others = [kind for kind in always_on() if kind not in listed]
+        built[:0] = [components.build_attack(0, {"kind": kind}) for kind in others]
         names = [named.name for named in built]
         for name in names:
             if names.count(name) > 1:
@@ -128,9 +127,8 @@ class Experiment(tables.Table):
     @cached_property
     def detectors(self) -> tuple[Placed[Detector], ...]:
         """The detectors, built, in the order of the file."""
-        return components.build_placed(
-            "detector", detectors, self.detector, self.federation.clients
-        )
+        clients = self.federation.clients
+        return components.build_placed("detector", detectors, self.detector, clients)
 
     @cached_property
     def server_built(self) -> Server:
@@ -215,9 +213,8 @@ class Experiment(tables.Table):
         """A client of each group that uses the same defenses."""
         named = {client for placed in self.defenses for client in placed.clients or ()}
         others = (c for c in range(self.federation.clients) if c not in named)
-        client_by_defenses = {
-            tuple(self.defenses_of(c)): c for c in sorted({*named, *islice(others, 1)})[::-1]
-        }
+        last_first = sorted({*named, *islice(others, 1)}, reverse=True)
+        client_by_defenses = {tuple(self.defenses_of(c)): c for c in last_first}
         return sorted(client_by_defenses.values())
 
     def local_training_of(self, client: int) -> LocalTraining:

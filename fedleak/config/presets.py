@@ -9,9 +9,8 @@ from fedleak.util.nested import flat
 
 PresetName = Literal["flowertune", "nvflare"]
 
-PRESETS: Mapping[str, Mapping[str, Any]] = tomllib.loads(
-    Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
-)
+_FILE = Path(__file__).with_suffix(".toml")
+PRESETS: Mapping[str, Mapping[str, Any]] = tomllib.loads(_FILE.read_text(encoding="utf-8"))
 """The tables of each preset."""
 
 

@@ -103,9 +103,9 @@ class SentUpdate(StepTable):
         for name in ("labels", "lengths"):
             numbers = getattr(self, name)
             if numbers is not None and len(numbers) != self.num_examples:
-                yield (f"{name} has {len(numbers)} numbers for num_examples = {self.num_examples}")
+                yield f"{name} has {len(numbers)} numbers for num_examples = {self.num_examples}"
         if self.own_head and (self.names or self.labels):
-            yield ("own_head says that the head is not known: leave it out, or names and labels")
+            yield "own_head says that the head is not known: leave it out, or names and labels"
         room = self.local_steps * (self.batch_size or self.num_examples)
         if self.num_examples > room:
             yield (

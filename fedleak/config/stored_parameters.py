@@ -24,9 +24,8 @@ def stored_parameters(
     """
     if experiment.audit.store == "all":
         return sent
-    return frozenset().union(
-        *_parameters_read(experiment, setting_of(experiment, sent, model, mode)).values()
-    )
+    read = _parameters_read(experiment, setting_of(experiment, sent, model, mode))
+    return frozenset().union(*read.values())
 
 
 def check_stored(made: Experiment, wanted: Experiment, model: LanguageModel) -> None:

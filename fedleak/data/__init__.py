@@ -151,9 +151,8 @@ def read_split(
             "data.samples to use all"
         )
     order = torch.randperm(len(corpus), generator=stream(seed, "data")).tolist()
-    return Split(
-        corpus.take(order[:training]), corpus.take(order[training : training + kept]), dropped
-    )
+    used, held_back = order[:training], order[training : training + kept]
+    return Split(corpus.take(used), corpus.take(held_back), dropped)
 
 
 def read_own(
@@ -234,9 +233,8 @@ def partition(
         min_partition_size=1,
         seed=stream_seed(seed, "partition") % 2**32,
     )
-    partitioner.dataset = Dataset.from_dict(
-        {"index": list(range(len(labels))), "label": list(labels)}
-    )
+    columns = {"index": list(range(len(labels))), "label": list(labels)}
+    partitioner.dataset = Dataset.from_dict(columns)
     try:
         return [list(partitioner.load_partition(client)["index"]) for client in range(clients)]
     except ValueError as error:

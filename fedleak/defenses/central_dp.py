@@ -49,8 +49,10 @@ class CentralDp(NoiseOrEpsilon, TrustedAggregator):
             examples += update.num_examples
         mean = total.mean()
         sigma = self.noise_on_mean(mean.num_examples)
-        ordered = sorted(mean.tensors.items())
-        noisy = {n: v + sigma * torch.randn(v.shape, generator=rng) for n, v in ordered}
+        noisy = {
+            name: value + sigma * torch.randn(value.shape, generator=rng)
+            for name, value in sorted(mean.tensors.items())
+        }
         return replace(mean, tensors=noisy, num_examples=examples)
 
     def noise_on_mean(self, clients: int, round: int = 1) -> float:

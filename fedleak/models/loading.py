@@ -138,9 +138,8 @@ def _make(spec: ModelSpec, *, checkpoint: bool, whole: bool = False) -> Language
     named = f"model.name = {name!r}"
     place, config = source(named, name), read_config(named, name)
     family = family_of(named, config, task)
-    tokenizer = read_tokenizer(
-        named, place if spec.tokenizer is None else source(named, spec.tokenizer)
-    )
+    of_tokenizer = place if spec.tokenizer is None else source(named, spec.tokenizer)
+    tokenizer = read_tokenizer(named, of_tokenizer)
     check_tokenizer_(named, tokenizer, config.vocab_size, task)
     set_up_(config, tokenizer)
     config.num_labels = spec.num_labels

@@ -80,7 +80,10 @@ def _flat(row: LeakageRow) -> dict[str, Any]:
     """Returns a row as cells: a table or a list becomes JSON."""
     personal = [item.model_dump(mode="json") for item in row.personal]
     cells = {**row.model_dump(mode="json"), "personal": personal}
-    return {n: json.dumps(v) if isinstance(v, dict | list) else v for n, v in cells.items()}
+    return {
+        name: json.dumps(value) if isinstance(value, dict | list) else value
+        for name, value in cells.items()
+    }
 
 
 def _texts(run: Run) -> Mapping[tuple[Key, str], str]:

@@ -143,12 +143,9 @@ def attack_copies(run: Run, experiment: Experiment, crew: Crew) -> None:
 
 def _of_copies(progress: RunProgress) -> RunProgress:
     """Marks each attack as one on a copy: the update itself has the same round and client."""
-    return progress._replace(
-        under_way=tuple(
-            doing._replace(attack=f"copy: {doing.attack}") for doing in progress.under_way
-        ),
-        finished=tuple(done._replace(attack=f"copy: {done.attack}") for done in progress.finished),
-    )
+    under_way = (doing._replace(attack=f"copy: {doing.attack}") for doing in progress.under_way)
+    finished = (done._replace(attack=f"copy: {done.attack}") for done in progress.finished)
+    return progress._replace(under_way=tuple(under_way), finished=tuple(finished))
 
 
 def attack_again(

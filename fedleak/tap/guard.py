@@ -52,9 +52,8 @@ def guard(
         sends: Whether replies hold weights after training, or an update.
         board: A folder that clients share and the server cannot write to, for hashes.
     """
-    chosen = detectors or tuple(
-        named(kind) for kind, cls in sorted(kinds().items()) if cls.reads != "own"
-    )
+    others = (kind for kind, cls in sorted(kinds().items()) if cls.reads != "own")
+    chosen = detectors or tuple(map(named, others))
     how = movement or Movement()
     place, shared = Path(folder).absolute(), None if board is None else Path(board).absolute()
 

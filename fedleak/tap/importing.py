@@ -74,7 +74,9 @@ def import_run(tapped: Tapped, about: About, out: Path) -> Imported:
         ConfigError: `about` does not fit what was tapped, nothing fits, or another run is in `out`.
     """
     messages, left_out = tapped.messages()
-    left_out += [about_message(p.round, p.node, p.reason) for p in tapped.problems()]
+    left_out += [
+        about_message(problem.round, problem.node, problem.reason) for problem in tapped.problems()
+    ]
     tap = Tap(tapped, messages, about)
     # Without tensors, which are read one update at a time.
     updates = list(tap.sums(left_out) if about.reply.payload == "sum" else tap.updates(left_out))

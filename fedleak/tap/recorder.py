@@ -117,10 +117,9 @@ class Recorder:
     def _note(
         self, way: Any, round: int, node: int, arrays: Sequence[KeptArrays], content: RecordDict
     ) -> None:
-        numbers = plain_numbers(content)
-        self._tapped.append(
-            TappedMessage(way=way, round=round, node=node, arrays=tuple(arrays), numbers=numbers)
-        )
+        numbers, kept = plain_numbers(content), tuple(arrays)
+        message = TappedMessage(way=way, round=round, node=node, arrays=kept, numbers=numbers)
+        self._tapped.append(message)
 
     @contextmanager
     def _noting(self, round: int | None, node: int | None) -> Iterator[None]:

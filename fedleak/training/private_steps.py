@@ -179,10 +179,8 @@ def clipped_sum_(
     """
     planted = None
     if joining is not None and joining.takes_part_K.any():
-        planted = joining.planted
-        batch = Batch(
-            [*batch.sequences, *planted.dummies.sequences], [*batch.labels, *planted.dummies.labels]
-        )
+        planted, dummies = joining.planted, joining.planted.dummies
+        batch = Batch([*batch.sequences, *dummies.sequences], [*batch.labels, *dummies.labels])
     norms_R, factors_R = _clipped_records_(model, batch, planted, hooks, optimizer, ghost)
     signal = torch.stack([p.summed_grad.norm() for p in optimizer.params]).norm()
     if joining is None or planted is None:
@@ -258,11 +256,11 @@ def per_example(
     Opacus listens to layers in training mode only. Those with parameters of their own have no
     dropout, so that mode changes nothing else about them.
     """
-    layers = [
-        layer
-        for layer in model.module.modules()
-        if any(p.requires_grad for p in layer.parameters(recurse=False))
-    ]
+
+    def trains(layer: nn.Module) -> bool:
+        return any(p.requires_grad for p in layer.parameters(recurse=False))
+
+    layers = list(filter(trains, model.module.modules()))
     modes = [layer.training for layer in layers]
     for layer in layers:
         layer.training = True

@@ -41,9 +41,7 @@ def stored(run: Run) -> Experiment:
     """
     info, file = run.info(), run.path / "run.json"
     try:
-        experiment = parse(
-            {key: info["experiment"][key] for key in info["experiment"].keys() - {"workers"}}
-        )
+        experiment = parse({**info["experiment"], "workers": {}})
     except UnknownKindError as error:
         raise FedleakError(
             f"{file}: {error}: install the package that this kind comes from"

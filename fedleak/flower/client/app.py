@@ -60,9 +60,8 @@ def train(message: Message, context: Context) -> Message:
         canaries = client_canaries(experiment, protection, client, round, model, own)
         planted = canaries.planted if canaries else None
     records = planted.records if planted else Records(len(part), 0, False)
-    drawn = round_batch(
-        records.count, records.training(local), seed=seed, client=client, round=round
-    )
+    of_records = records.training(local)
+    drawn = round_batch(records.count, of_records, seed=seed, client=client, round=round)
     chosen = records.drawn_examples(drawn)
     if planted is not None and planted.drawn_K is None:
         planted = replace(planted, drawn_K=records.drawn_canaries(drawn))

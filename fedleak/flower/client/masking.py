@@ -49,7 +49,6 @@ def _for_protocol(message: Message, context: Context, call_next: Next) -> Messag
     assert isinstance(reply, Outgoing)
     exact = protocol.on_grid(reply.update)
     arrays = [exact.tensors[name].numpy() for name in sorted(exact.tensors)]
-    result = FitRes(
-        Status(Code.OK, ""), ndarrays_to_parameters(arrays), reply.update.num_examples, {}
-    )
+    parameters = ndarrays_to_parameters(arrays)
+    result = FitRes(Status(Code.OK, ""), parameters, reply.update.num_examples, {})
     return Message(fitres_to_recorddict(result, keep_input=False), reply_to=message)

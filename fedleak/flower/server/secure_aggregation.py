@@ -237,11 +237,9 @@ class Stages:
 
 def _pairs(nodes: Any, texts: Any) -> bool:
     """Returns whether each node has its bytes."""
-    return (
-        isinstance(nodes, list)
-        and isinstance(texts, list)
-        and [*map(type, nodes), *map(type, texts)] == [int] * len(nodes) + [bytes] * len(nodes)
-    )
+    if not isinstance(nodes, list) or not isinstance(texts, list):
+        return False
+    return [*map(type, nodes), *map(type, texts)] == [int] * len(nodes) + [bytes] * len(nodes)
 
 
 class _Result:

@@ -65,7 +65,9 @@ def _difference(first: Result, second: Result) -> str | None:
         if first_value != second_value:
             shown = f"{printable(str(first_value))}, {printable(str(second_value))}"
             return f"their {field} differs ({shown})"
-    first_settings = {s.name: s for s in first.settings if s.left_out is None}
+    first_settings = {
+        setting.name: setting for setting in first.settings if setting.left_out is None
+    }
     for setting in second.settings:
         same = first_settings.get(setting.name)
         if same is not None and setting.left_out is None:
@@ -79,9 +81,8 @@ def _difference(first: Result, second: Result) -> str | None:
 def markdown(results: Sequence[Result]) -> str:
     """Returns the tables of results that `read_results` has accepted."""
     first, several = results[0], len(results) > 1
-    marked = [
-        (f" ({letter})" * several, result) for letter, result in zip(LETTERS, results, strict=False)
-    ]
+    lettered = zip(LETTERS, results, strict=False)
+    marked = [(f" ({letter})" * several, result) for letter, result in lettered]
     return "\n".join(
         [
             f"\n## {escaped(first.suite)}, version {first.version}\n",
@@ -123,14 +124,17 @@ def _remarks(mark: str, result: Result) -> Iterator[str]:
 def _overview(marked: Marked) -> Iterator[str]:
     """Yields exact texts, attacks against settings."""
     columns = zip(*(result.settings for _, result in marked), strict=False)
-    settings = [column for column in columns if any(s.left_out is None for s in column)]
+    settings = [column for column in columns if any(setting.left_out is None for setting in column)]
     if not settings:
         return
     rows = []
     for place, (mark, result) in enumerate(marked):
         here = [column[place] for column in settings]
         for entry in result.attacks:
-            cells = [next((c for c in s.cells if c.attack == entry.name), None) for s in here]
+            cells = [
+                next((cell for cell in setting.cells if cell.attack == entry.name), None)
+                for setting in here
+            ]
             # Whether an attack looks for whole texts, as far as can be told from its answers.
             if any(cell and cell.figures and cell.figures.exact_match for cell in cells):
                 rows.append([f"{code(entry.name)}{mark}", *map(_short, cells)])
@@ -145,9 +149,8 @@ def _setting(marked: Marked, i: int) -> Iterator[str]:
     """Yields every figure of a setting."""
     setting = marked[0][1].settings[i]
     yield f"### {escaped(setting.name)}\n\n{escaped(setting.about)}\n"
-    here = [
-        (mark, result.settings[i]) for mark, result in marked if result.settings[i].left_out is None
-    ]
+    of_all = ((mark, result.settings[i]) for mark, result in marked)
+    here = [(mark, of_result) for mark, of_result in of_all if of_result.left_out is None]
     if not here:
         yield f"Not run: {escaped(setting.left_out or '')}.\n"
         return

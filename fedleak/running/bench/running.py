@@ -148,9 +148,7 @@ def prepare(
             left_out[setting.name] = str(error)
             continue
         ready[setting.name] = _ready(setting, plan, named, tables, assets)
-    entries = tuple(
-        _entry(named_attack, table) for named_attack, table in zip(named, tables, strict=True)
-    )
+    entries = tuple(map(_entry, named, tables))
     bench = Bench(suite, named, entries, ready, left_out)
     if fresh:
         preparation.move_aside(bench.sweep.path)

@@ -83,10 +83,8 @@ class Suite(Table):
     @property
     def settings(self) -> tuple[Setting, ...]:
         """The settings, each with all of its tables."""
-        return tuple(
-            setting.model_copy(update={"experiment": merged(self.experiment, setting.experiment)})
-            for setting in self.setting
-        )
+        whole = ((own, merged(self.experiment, own.experiment)) for own in self.setting)
+        return tuple(own.model_copy(update={"experiment": tables}) for own, tables in whole)
 
     @property
     def fingerprint(self) -> str:

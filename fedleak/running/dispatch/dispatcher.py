@@ -250,11 +250,8 @@ class Dispatcher:
         attack, keys = jobs[0].attack, [job.key for job in jobs]
         _log.warning("%s failed on %s: %s", attack.name, ", ".join(map(str, keys)), traceback)
         self._tries.update((key, attack.name) for key in keys)
-        tries = [
-            Attempt(**key._asdict(), attack=attack.name, reason=reason, traceback=traceback)
-            for key in keys
-        ]
-        self._run.append(self._attempts, *tries)
+        failed_try = partial(Attempt, attack=attack.name, reason=reason, traceback=traceback)
+        self._run.append(self._attempts, *(failed_try(**key._asdict()) for key in keys))
         enough = 1 if isinstance(error, CaptureError) else TRIES
         for job in jobs:
             if self._tries[job.key, attack.name] < enough:

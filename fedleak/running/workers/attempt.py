@@ -54,9 +54,8 @@ def call(
     if isinstance(attack, Batched):
         returned: object = attack.many(seen, model, rngs=rngs, report=report)
     else:
-        returned = [
-            attack(observation, model, rng=rng) for observation, rng in zip(seen, rngs, strict=True)
-        ]
+        pairs = zip(seen, rngs, strict=True)
+        returned = [attack(observation, model, rng=rng) for observation, rng in pairs]
     # `given` is held until here, so that no other tensor can be at its place in memory.
     if certificate.written(_tensors(seen)) != before or certificate.written(given) != before:
         reason = (

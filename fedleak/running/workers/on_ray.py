@@ -302,9 +302,8 @@ def ray_workers(table: RayTable, time_limit: float) -> Iterator[list[RayWorker]]
         shipping = None if table.shared else Shipping()
         try:
             for _ in range(slots):
-                crew.append(
-                    RayWorker(gpus=gpus, time_limit=time_limit, shipping=shipping, crew=crew)
-                )
+                worker = RayWorker(gpus=gpus, time_limit=time_limit, shipping=shipping, crew=crew)
+                crew.append(worker)
             yield crew
         finally:
             for worker in crew:

@@ -368,9 +368,7 @@ def _look(job: Job, model: LanguageModel, device: str) -> Observation | Reconstr
         return Reconstruction.none(Status.ABSTAINED, reason)
     examples = update.num_examples if lengths is None else len(lengths)
     update = dataclasses.replace(update, tensors=tensors, num_examples=examples)
-    seen = Observation(
-        round=job.key.round, client=job.key.client, update=update, knowledge=job.knowledge
-    )
+    seen = Observation(**job.key._asdict(), update=update, knowledge=job.knowledge)
     return attempt.unfit(job.attack.attack, seen, model) or seen
 
 

@@ -199,9 +199,8 @@ def log_ratios(
     # Where every example is in every step, log(1 - rate) is minus infinity, as it should be.
     with np.errstate(divide="ignore", invalid="ignore"):
         absent = np.where(n < steps, (steps - n) * np.log1p(-rate), 0.0)
-    weight = (
-        gammaln(steps + 1) - gammaln(n + 1) - gammaln(steps - n + 1) + n * math.log(rate) + absent
-    )
+    ways = gammaln(steps + 1) - gammaln(n + 1) - gammaln(steps - n + 1)
+    weight = ways + n * math.log(rate) + absent
     ratios_KN = np.outer(scores_K, mean) - mean**2 / 2 + weight
     log_ratios_K: NDArray[np.float64] = logsumexp(ratios_KN, axis=1)
     return log_ratios_K
