@@ -256,11 +256,11 @@ def per_example(
     Opacus listens to layers in training mode only. Those with parameters of their own have no
     dropout, so that mode changes nothing else about them.
     """
-
-    def trains(layer: nn.Module) -> bool:
-        return any(p.requires_grad for p in layer.parameters(recurse=False))
-
-    layers = list(filter(trains, model.module.modules()))
+    layers = [
+        layer
+        for layer in model.module.modules()
+        if any(p.requires_grad for p in layer.parameters(recurse=False))
+    ]
     modes = [layer.training for layer in layers]
     for layer in layers:
         layer.training = True

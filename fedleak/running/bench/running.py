@@ -148,7 +148,7 @@ def prepare(
             left_out[setting.name] = str(error)
             continue
         ready[setting.name] = _ready(setting, plan, named, tables, assets)
-    entries = tuple(map(_entry, named, tables))
+    entries = tuple(_entry(*pair) for pair in zip(named, tables, strict=True))
     bench = Bench(suite, named, entries, ready, left_out)
     if fresh:
         preparation.move_aside(bench.sweep.path)
