@@ -52,7 +52,14 @@ def test_the_table_has_each_bug_and_something_finds_it(experiment: dict[str, Any
     assert experiment["summed_up"](ROWS) in " ".join(PAGE.split())
 
 
-@pytest.mark.parametrize("number", range(len(FRESH)), ids=[plant.__name__ for _, plant, _ in FRESH])  # type: ignore[attr-defined]
+@pytest.mark.parametrize(
+    "number",
+    [
+        # Runs with local steps take several times as long.
+        pytest.param(number, id=plant.__name__, marks=[pytest.mark.slow] if beside else [])  # type: ignore[attr-defined]
+        for number, (_, plant, beside) in enumerate(FRESH)
+    ],
+)
 def test_a_bug_that_was_made_up_last_is_found_by_the_same_detector(
     experiment: dict[str, Any], number: int, tmp_path: Path
 ) -> None:

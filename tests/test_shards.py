@@ -171,6 +171,7 @@ def test_one_machine_can_finish_what_shards_began_and_shards_what_one_began(run,
     assert rows(run.path) == rows(whole)
 
 
+@pytest.mark.slow
 def test_other_attacks_are_expected_by_the_score_too(run):
     other = ["--set", 'attack=[{kind="dlg", name="dlg-new", steps=2}]']
     assert call("attack", "runs/small")[0] == 0

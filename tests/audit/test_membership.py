@@ -223,7 +223,11 @@ def answer_of(key, scores):
     [
         pytest.param({"defense": [DP_SGD]}, 0.85, marks=pytest.mark.slow),
         ({"defense": [DP_SGD, {"kind": "secure_sum"}]}, 0.6),
-        ({"federation.algorithm": "fedavg", "update.share": ["attention", "classifier"]}, 0.9),
+        pytest.param(
+            {"federation.algorithm": "fedavg", "update.share": ["attention", "classifier"]},
+            0.9,
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["noise", "sum", "fedavg"],
 )

@@ -170,7 +170,7 @@ def test_only_as_many_tokens_as_there_are_positions_are_scored(scorer, bert_tiny
     assert torch.allclose(long, cut, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["gpt2-tiny", "llama-tiny"])
+@pytest.mark.parametrize("name", ["gpt2-tiny", pytest.param("llama-tiny", marks=pytest.mark.slow)])
 def test_another_vocabulary_scores_the_text_and_counts_the_victims_tokens(name, bert_tiny, texts):
     path = builtin.folder(name)
     own = prior.load(f"builtin/{name}", bert_tiny)
@@ -384,7 +384,14 @@ def call(*options: str, tokenizer: str = "builtin/bert-tiny") -> SimpleNamespace
     return SimpleNamespace(status=done.exit_code, out=done.stdout, errors=done.stderr)
 
 
-@pytest.mark.parametrize("victim", ["bert_tiny", "gpt2_tiny", "llama_tiny"])
+@pytest.mark.parametrize(
+    "victim",
+    [
+        "bert_tiny",
+        pytest.param("gpt2_tiny", marks=pytest.mark.slow),
+        pytest.param("llama_tiny", marks=pytest.mark.slow),
+    ],
+)
 def test_a_trained_prior_is_loaded_and_better_than_an_untrained_one(victim, here, request):
     victim = request.getfixturevalue(victim)
     name = f"builtin/{victim.family.model_type}-tiny"

@@ -51,7 +51,7 @@ def test_a_reference_of_the_texts_of_an_update_is_the_update(small, optimiser):
         torch.testing.assert_close(made.tensors[name], value, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("family", ["bert", "gpt2"])
+@pytest.mark.parametrize("family", ["bert", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_lira_is_how_far_a_residual_is_from_those_of_references(
     small, observe, family, monkeypatch
 ):

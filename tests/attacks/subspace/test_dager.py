@@ -526,6 +526,7 @@ def test_without_a_first_mark_the_search_ends_and_finds_the_texts(
     assert len(steps) <= answer.diagnostics["rank"][1] + REPEATS
 
 
+@pytest.mark.slow
 def test_how_often_a_text_of_one_token_repeats_it_is_not_proved_to_a_classifier(unmarked, observe):
     model = unmarked(CLASSIFICATION)
     (token,) = model.encode(["pay"])[0]

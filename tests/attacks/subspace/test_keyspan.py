@@ -253,7 +253,7 @@ def may_join(atoms, members, atom):
 
 @pytest.mark.parametrize(
     ("family", "task", "width"),
-    some([(*kind, width) for width in (1, 3, 8) for kind in KINDS], every=5),
+    some([(*kind, width) for width in (1, 3, 8) for kind in KINDS], every=8),
 )
 def test_sets_grow_by_the_atoms_that_least_squares_from_scratch_would_choose(
     small, observe, family, task, width
@@ -378,7 +378,7 @@ def test_a_sentence_is_whole_when_it_has_every_position_up_to_its_end():
 # --- whole attacks ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("batch", "first"), some(product([1, 2, 4], [20, 30, 50]), every=4))
+@pytest.mark.parametrize(("batch", "first"), some(product([1, 2, 4], [20, 30, 50]), every=3))
 def test_bert_is_read_exactly_and_proved(bert_tiny, observe, texts, batch, first):
     truth = observe(bert_tiny, texts[first : first + batch])
     assert_exact(answer_of(bert_tiny, truth.seen), bert_tiny, truth)
