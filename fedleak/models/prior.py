@@ -98,16 +98,12 @@ class Prior:
         Args:
             ids_NT: The victim's token ids, at least one in each row.
         """
-        return self.next_tokens(ids_NT, last=1)[:, -1]
-
-    def next_tokens(self, ids_NT: Tensor, last: int = 0) -> Tensor:
-        """Returns the same after each token [N, T, V], or after the last ones alone."""
         if self.victim_tokenizer is not None or ids_NT.shape[1] > (self.max_length or math.inf):
-            return ids_NT.new_zeros((1, 1, 1), dtype=torch.float32)
+            return ids_NT.new_zeros((1, 1), dtype=torch.float32)
         with torch.inference_mode():
-            logits_NTV = self.module(input_ids=ids_NT, use_cache=False, logits_to_keep=last).logits
-            log_NTV: Tensor = logits_NTV.float().log_softmax(-1)
-        return log_NTV[:, -last:].clone()
+            logits_N1V = self.module(input_ids=ids_NT, use_cache=False, logits_to_keep=1).logits
+            log_NV: Tensor = logits_N1V[:, -1].float().log_softmax(-1)
+        return log_NV.clone()
 
     def to(self, dtype: torch.dtype) -> "Prior":
         """Returns this prior with weights and arithmetic of another precision.

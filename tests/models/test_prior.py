@@ -618,8 +618,6 @@ def test_the_next_token_is_that_of_the_whole_network(scorer, gpt2_tiny, folder, 
     ids_NT = torch.tensor([row for row in rows if len(row) == 4])
     whole_NV = scorer.module(ids_NT).logits[:, -1].log_softmax(-1)
     torch.testing.assert_close(scorer.next_token(ids_NT), whole_NV)
-    of_prefixes = [scorer.next_token(ids_NT[:, :length]) for length in (1, 2, 3, 4)]
-    torch.testing.assert_close(scorer.next_tokens(ids_NT), torch.stack(of_prefixes, 1))
     # More tokens than it has positions for, or another vocabulary: all are alike.
     assert not scorer.next_token(torch.zeros(1, (scorer.max_length or 0) + 1).long()).any()
     assert not prior.load(str(folder), gpt2_tiny).next_token(ids_NT).any()

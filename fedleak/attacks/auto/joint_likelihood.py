@@ -11,37 +11,52 @@ leave E = 0, give or take sqrt(2 n). What wrong ones leave is no noise: if it is
 size in k directions, its log probability is -k/2 log(E). So a part adds
 `-k/2 log(1 + E / (k + 3 sqrt(2 n)))`, as in `maximum_likelihood`, and no part can outvote the rest.
 
+**Search.** From a text for each example (`text_by_text`) places are visited in random order. At
+each the best of these changes is made: another word (of the table; that the gradient at this place,
+or what is left of both rows, points to; that the prior expects), a word more or less, an end, two
+texts exchanging a word or all that follows. If nothing helps, the best state is disturbed by two
+exchanges, and the search goes on. It ends when a state leaves what noise leaves (E < 3 sqrt(2 n)
+over all parts) and nothing is better, or when nothing helped several times. A text that the pooled
+span accepts is not changed to one that it rejects.
+
 Only every so many rows of a weight are compared: noise is so small a part of a wrong word's trace
 that a quarter of a million numbers show it.
 
 Limits: one gradient of a classifier, of few texts, equally weighted (no clipping of each), no
-dropout, Gaussian noise of one size.
+dropout, Gaussian noise of one size. A search proves nothing, and may end beside the texts.
 
 Shapes: B texts, T places, D hidden size, V words, X numbers of all tensors that are compared.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedleak.attacks import Progress, Show
 from fedleak.attacks.analytic.placed_words import PlacedWords, placed_words
 from fedleak.attacks.auto.evidence import gradients_of
-from fedleak.attacks.matching.batch_structure import frame
+from fedleak.attacks.clock import Clock
+from fedleak.attacks.matching.batch_structure import Frame, frame
 from fedleak.attacks.matching.factored_gradients import BatchGradients
 from fedleak.attacks.matching.gradient_distance import Gradient
 from fedleak.attacks.reconstruction import Ids
-from fedleak.attacks.subspace.pooled_span import SIGMAS
+from fedleak.attacks.subspace.pooled_span import SIGMAS, PooledSpan
 from fedleak.models import LanguageModel, pad
 from fedleak.models.prior import Prior
+from fedleak.util.rng import stream
 
 State = tuple[Ids, ...]
+Change = Mapping[int, Ids]
+"""The number of a text -> its tokens afterwards."""
 
 MOST_TEXTS = 8
-"""Texts of a batch, at most."""
+"""Texts of a batch, at most: a place has changes for each pair of them."""
 
 _STANDS_OUT = 5.0
 """Standard deviations by which a row that was used is larger than noise."""
@@ -55,11 +70,17 @@ _NUMBERS = 2**18
 _WHOLE = 16
 """Rows of a weight up to which all are compared."""
 
+_TRIED, _FEW = 5, 2
+"""Words that are tried at a place by all that speaks for them, and by less."""
+
+_TABLE, _POINTED = 20.0, 20.0
+"""Nats that the table gives a word, and that a gradient adds or subtracts, at most."""
+
 _LONGER = 3
 """Tokens by which a text may end behind the last place that stands out of the noise."""
 
-_WORST = 5.0
-"""Standard deviations by which one of a hundred parts may leave more than noise does."""
+_STALLS = 5
+"""Times that nothing helps, also after a disturbance, before the search ends."""
 
 AT_ONCE = 32
 """Texts of a forward pass."""
@@ -69,6 +90,9 @@ _KEPT = 256
 
 _LARGEST = 1e12
 """A number in units of the noise, at most."""
+
+NEVER = -1e9
+"""Log probability of what cannot be."""
 
 
 class TextGradient(NamedTuple):
@@ -89,23 +113,10 @@ class Judgement(NamedTuple):
     Attributes:
         score: Their log probability, up to a constant; near 0 if all parts leave what noise leaves.
         excess: The chi-square over all parts, in standard deviations from its mean.
-        worst: That of the part that leaves most.
     """
 
     score: float
     excess: float
-    worst: float
-
-    @property
-    def accepted(self) -> bool:
-        """Whether nothing but noise is left."""
-        return self.excess < SIGMAS and self.worst < _WORST
-
-    def rejects_beside(self, other: "Judgement") -> bool:
-        """Whether clearly more is left than an accepted state leaves."""
-        # Twice: what is left may be as far below what is expected as it may be above.
-        far, far_of_part = (2 * SIGMAS + max(other.excess, 0.0)), 2 * _WORST
-        return self.excess > far or self.worst > far_of_part
 
 
 class Joint:
@@ -137,8 +148,9 @@ class Joint:
         self._target_X = self._in_noise(torch.cat(parts, 1)[0])
         self.word_VD = self._in_noise(observed[family.word_embedding])
         self.place_PD = self._in_noise(observed[self._places])
+        width = self.word_VD.shape[1]
         self._word_square_V = self.word_VD.square().sum(1).double()
-        self._clear = above(self.word_VD)
+        self._clear = set(_clear(self._word_square_V, width))
         self._own = BatchGradients(model, [*self._names, self._places])
         self._known: dict[tuple[Ids, int], TextGradient] = {}
         self._judged: dict[State, Judgement] = {}
@@ -226,19 +238,13 @@ class Joint:
         unused = sorted(self._clear - set(words_M.tolist()))
         rows = [*place_TD.square().sum(1).tolist(), *word_MD.square().sum(1).tolist()]
         rows += self._word_square_V[unused].tolist()
-        parts = [
-            *(
-                (square - size, size, _DIRECTIONS)
-                for square, size in zip(tensors, self._sizes, strict=True)
-            ),
-            *((square - width, width, _OF_ROW) for square in rows),
-        ]
-        left, numbers = (sum(values) for values in list(zip(*parts, strict=True))[:2])
-        return Judgement(
-            score=sum(_log_probability(*part) for part in parts),
-            excess=left / math.sqrt(2 * numbers),
-            worst=max(more / math.sqrt(2 * size) for more, size, _ in parts),
-        )
+        score = sum(
+            _log_probability(square - size, size, _DIRECTIONS)
+            for square, size in zip(tensors, self._sizes, strict=True)
+        ) + sum(_log_probability(square - width, width, _OF_ROW) for square in rows)
+        numbers = sum(self._sizes) + width * len(rows)
+        excess = (sum(tensors) + sum(rows) - numbers) / math.sqrt(2 * numbers)
+        return Judgement(score, excess)
 
 
 def _log_probability(excess: float, numbers: int, directions: float) -> float:
@@ -247,11 +253,10 @@ def _log_probability(excess: float, numbers: int, directions: float) -> float:
     return -directions / 2 * math.log1p(max(excess, 0.0) / room)
 
 
-def above(rows_RD: Tensor) -> set[int]:
-    """Returns the rows that stand out of the noise, in whose units they are."""
-    width = rows_RD.shape[1]
+def _clear(square_R: Tensor, width: int) -> list[int]:
+    """Returns the rows that stand out of the noise, by their squares in its unit."""
     far = width + _STANDS_OUT * math.sqrt(2 * width)
-    return {*(rows_RD.square().sum(1) > far).nonzero()[:, 0].tolist()}
+    return (square_R > far).nonzero()[:, 0].tolist()
 
 
 def table(model: LanguageModel, word_VD: Tensor, place_PD: Tensor) -> PlacedWords | None:
@@ -262,8 +267,8 @@ def table(model: LanguageModel, word_VD: Tensor, place_PD: Tensor) -> PlacedWord
         word_VD: Rows of words, in units of the noise.
         place_PD: Rows of places, likewise.
     """
-    around, used = frame(model), above(place_PD)
-    first = len(around.first)
+    width, around = place_PD.shape[1], frame(model)
+    used, first = _clear(place_PD.square().sum(1).double(), width), len(around.first)
     if max(used, default=-1) < first:
         return None
     places = min(max(used) + 1 + _LONGER, len(place_PD))
@@ -274,8 +279,195 @@ def table(model: LanguageModel, word_VD: Tensor, place_PD: Tensor) -> PlacedWord
     return PlacedWords(moved, F.pad(placed.gain_VT, (first, 0)))
 
 
+def next_words(prior: Prior | None, beginning: Ids, words: int) -> Tensor:
+    """Returns the log probability [V] of what stands behind a beginning; all alike if unknown."""
+    if prior is None or not beginning:
+        return torch.zeros(words)
+    ids_1T = torch.tensor([beginning], device=prior.device)
+    return prior.next_token(ids_1T)[0].cpu()
+
+
 def prior_nats(prior: Prior, model: LanguageModel, texts: Sequence[Ids]) -> list[float]:
     """Returns the negative log probability of texts, in nats."""
     ids_NT, mask_NT = pad(texts, model.tokenizer.pad_token_id, prior.device)
     nll_N = prior.nll(ids_NT, mask_NT).cpu() * (mask_NT.sum(1).cpu() - 1)
     return nll_N.tolist()
+
+
+@dataclass
+class UnderAttack:
+    """An update under attack, and what judges texts by it.
+
+    Attributes:
+        model: At the broadcast weights.
+        joint: Judges states.
+        span: Judges texts, if it sees anything.
+        placed: Which word stands where.
+        lengths: Of the texts, if they are known.
+        prior: Of what stands behind a beginning; None: all words are alike.
+        clock: The time that the search may take.
+    """
+
+    model: LanguageModel
+    joint: Joint
+    span: PooledSpan
+    placed: PlacedWords
+    lengths: Sequence[int] | None
+    prior: Prior | None
+    clock: Clock
+
+    def placed_at(self, place: int) -> list[int]:
+        """Returns the words that the table has at a place, without marks."""
+        return [word for word in self.placed.at(place) if word not in self.special]
+
+    def resized(self, ids: Ids, place: int, words: Iterable[int]) -> Iterator[Ids]:
+        """Yields a text without the word at a place, ended there, or with one of some words more.
+
+        There is none if lengths are known.
+        """
+        first, last = self.around
+        end = len(ids) - len(last)
+        if self.lengths is not None:
+            return
+        if place < end and end - len(first) > 1:
+            yield (*ids[:place], *ids[place + 1 :])
+        if len(first) < place < end - 1:
+            yield (*ids[:place], *last)
+        if len(ids) < self.placed.gain_VT.shape[1]:
+            yield from ((*ids[:place], word, *ids[place:]) for word in words)
+
+    @cached_property
+    def around(self) -> Frame:
+        """Marks that begin and end a text."""
+        return frame(self.model)
+
+    @property
+    def special(self) -> frozenset[int]:
+        """Marks: no words."""
+        return self.model.special_ids()
+
+
+class Search(UnderAttack):
+    """Seeks all texts at once."""
+
+    def run(self, state: State, on_progress: Show) -> State:
+        """Returns the texts that explain the update best, beginning with some."""
+        best, judgement = state, self.joint(state)
+        stalls, sweep = 0, 0
+        while stalls < _STALLS and not self.clock.up():
+            before, sweep = state, sweep + 1
+            rng = stream(sweep, "places")
+            places = self.placed.gain_VT.shape[1]
+            order = torch.randperm(places - len(self.around.first), generator=rng).tolist()
+            visited = 0
+            for step, index in enumerate(self.clock.paced(order)):
+                state = self._improved(state, index + len(self.around.first))
+                visited += 1
+                text = self.model.decode(state[step % len(state)])
+                excess = self.joint(state).excess
+                on_progress(Progress(step, len(order), excess, text, f"sweep {sweep}"))
+            if (now := self.joint(state)).score > judgement.score:
+                best, judgement, stalls = state, now, 0
+            if state == before and visited == len(order):
+                if judgement.excess < SIGMAS:
+                    break
+                stalls += 1
+                state = self._disturbed(best, rng)
+        return best
+
+    def _improved(self, state: State, place: int) -> State:
+        """Returns a state after the best change at a place, or as it is."""
+        changes = self._possible(state, [*self._changes(state, place)])
+        changed = [tuple(change.get(i, ids) for i, ids in enumerate(state)) for change in changes]
+        self.joint.gradients(
+            (ids, self.joint.labels[i]) for change in changes for i, ids in change.items()
+        )
+        best, score = state, self.joint(state).score
+        for other in changed:
+            if (now := self.joint(other).score) > score:
+                best, score = other, now
+        return best
+
+    def _possible(self, state: State, changes: Sequence[Change]) -> list[Change]:
+        """Returns the changes in which no text leaves the span that the text before it was in."""
+        if not self.span:
+            return [*changes]
+        self.span.of([ids for change in changes for ids in change.values()])
+        most = [
+            2 * SIGMAS + max(fit.excess, 0.0) if fit.excess < SIGMAS else math.inf
+            for fit in self.span.of(state)
+        ]
+        return [
+            change
+            for change in changes
+            if all(self.span.of([ids])[0].excess <= most[i] for i, ids in change.items())
+        ]
+
+    def _changes(self, state: State, place: int) -> Iterator[Change]:
+        """Yields the changes at a place that are worth a try."""
+        last = self.around.last
+        word_VD, place_PD = self.joint.left(dict(enumerate(state)))
+        here = {ids[place] for ids in state if place < len(ids)}
+        # What is left of both rows points to a word that no text has there.
+        pointed_V = self._allowed(word_VD @ place_PD[place])
+        absent = [word for word in self.placed_at(place) if word not in here]
+        absent += pointed_V.topk(_TRIED).indices.tolist()[: _FEW + 1]
+        table_V = self.placed.gain_VT[:, place].to(word_VD).clamp_max(_TABLE)
+        for number, (ids, gradient) in enumerate(zip(state, self.joint.of(state), strict=True)):
+            end = len(ids) - len(last)
+            if place > end:
+                continue
+            before = ids[:place]
+            prior_V = next_words(self.prior, before, len(word_VD)).to(word_VD)
+            own_V = self._allowed(prior_V + table_V)
+            other_V = own_V.clone()
+            other_V[[*here]] = NEVER
+            words = {*absent, *other_V.topk(_FEW).indices.tolist()}
+            if place < end:
+                row_D = gradient.place_TD[place] / len(state)
+                # The match of a row with the gradient that a word at this place has.
+                match_V = word_VD @ row_D - 0.5 * row_D.square().sum()
+                match_V[ids[place]] += row_D.square().sum()
+                match_V = match_V.clamp(-_POINTED, _POINTED)
+                tried = words | {*(own_V + match_V).topk(_TRIED).indices.tolist()}
+                for word in sorted(tried - {ids[place]}):
+                    yield {number: (*before, word, *ids[place + 1 :])}
+            if self.prior is not None:
+                words |= {*self._allowed(prior_V).topk(_FEW).indices.tolist()}
+            for other in self.resized(ids, place, sorted(words)):
+                yield {number: other}
+            for earlier in range(number):
+                yield from self._exchanges(state, place, number, earlier)
+
+    def _exchanges(self, state: State, place: int, number: int, other: int) -> Iterator[Change]:
+        """Yields two texts that exchange their words at a place, or all from there on."""
+        ids, others, marks = state[number], state[other], len(self.around.last)
+        ends = len(ids) - marks, len(others) - marks
+        if place < min(ends) and ids[place] != others[place]:
+            yield {
+                number: (*ids[:place], others[place], *ids[place + 1 :]),
+                other: (*others[:place], ids[place], *others[place + 1 :]),
+            }
+        inner = place > len(self.around.first) or max(ends) > place
+        if place <= min(ends) and inner and ids[place:] != others[place:]:
+            swapped = (*ids[:place], *others[place:]), (*others[:place], *ids[place:])
+            if min(map(len, swapped)) > len(self.around.first) + marks:
+                yield dict(zip((number, other), swapped, strict=True))
+
+    def _disturbed(self, state: State, rng: torch.Generator) -> State:
+        """Returns a state after two random exchanges."""
+        for _ in range(2):
+            number, other = sorted(torch.randperm(len(state), generator=rng)[:2].tolist())
+            shorter = min(len(state[number]), len(state[other])) - len(self.around.last)
+            first = len(self.around.first)
+            place = first + int(torch.randint(shorter - first, (1,), generator=rng))
+            changes = [*self._exchanges(state, place, other, number)]
+            if changes:
+                change = changes[int(torch.randint(len(changes), (1,), generator=rng))]
+                state = tuple(change.get(i, ids) for i, ids in enumerate(state))
+        return state
+
+    def _allowed(self, score_V: Tensor) -> Tensor:
+        """Returns the scores of words, those of marks lowest."""
+        score_V[[*self.special]] = NEVER
+        return score_V

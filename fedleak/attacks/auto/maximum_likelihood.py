@@ -1,6 +1,6 @@
 """Maximum likelihood: texts of a classifier, sought by one probability of a blurred update.
 
-What follows is for one text. Several under noise are sought one by one (`text_by_text`).
+What follows is for one text. Several texts under noise are read together (`joint_likelihood`).
 
 Noise adds N(0, s^2) to each number of the gradient G of one text. No text uses most words, so the
 median square of the word embedding's rows is s^2, and nothing need be granted. A text x has the log
@@ -64,11 +64,11 @@ from fedleak.attacks.auto.joint_likelihood import (
     AT_ONCE,
     MOST_TEXTS,
     Joint,
+    Search,
     prior_nats,
     table,
 )
 from fedleak.attacks.auto.text_by_text import TextSearch
-from fedleak.attacks.auto.text_evidence import TextEvidence
 from fedleak.attacks.certificate import NOTHING_PROVED, PRECISION, as_gradient, is_linear
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.matching.batch_structure import Frame, frame
@@ -77,7 +77,7 @@ from fedleak.attacks.matching.gradient_distance import Gradient
 from fedleak.attacks.reconstruction import Ids
 from fedleak.attacks.subspace.answer import Reader, Reading, answer_of
 from fedleak.attacks.subspace.coarseness import EXACT, Coarseness, coarseness
-from fedleak.attacks.subspace.pooled_span import SIGMAS
+from fedleak.attacks.subspace.pooled_span import SIGMAS, PooledSpan
 from fedleak.models import CLASSIFICATION, LanguageModel, absolute
 from fedleak.models import prior as priors
 from fedleak.models.prior import Prior
@@ -112,7 +112,7 @@ _BEAM, _STARTS, _STATES, _WORDS, _READ, _NEAREST = 32, 64, 4, 32, 12, 8
 """Texts of the beam; texts of it that are judged; texts improved side by side; words tried at a
 place; such texts that the prior reads whole; words that must be rejected at each place."""
 
-_LAST = 0.05
+_LAST = 0.2
 """Share of the time of a search for several texts that is kept for judging which are likely."""
 
 _FREE = 0.01
@@ -200,7 +200,7 @@ class MaximumLikelihood(Reader):
     """
 
     kind: ClassVar[str] = "maximum_likelihood"
-    version: ClassVar[int] = 4
+    version: ClassVar[int] = 3
     slow: ClassVar[bool] = True
     uses: ClassVar[frozenset[str]] = frozenset({"labels", "lengths"})
     seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 30.0
@@ -311,24 +311,29 @@ class MaximumLikelihood(Reader):
         if placed is None:
             return Reading.none(reason, noise_scale=noise)
         prior = None if self.prior is None else priors.load(self.prior, model)
-        evidence = TextEvidence(model, observed, noise, joint, stream(0, "evidence"))
-        until = clock.before(_LAST * clock.left())
-        search = TextSearch(model, joint, evidence, placed, known.lengths, prior, until)
-        texts = search.run(on_progress, others_read)
-        likely = search.likely(texts, clock)
+        span = PooledSpan(model, observed, noise, seen.update.num_examples)
+        half = clock.part(2)
+        alone = TextSearch(model, joint, span, placed, known.lengths, prior, half)
+        texts = alone.run(on_progress, others_read)
+        likely = alone.likely(texts, clock)
+        if not all(likely) and not clock.up():
+            until = clock.before(_LAST * clock.left())
+            together = Search(model, joint, span, placed, known.lengths, prior, until)
+            texts = together.run(texts, on_progress)
+            likely = alone.likely(texts, clock)
         judgement = joint(texts)
         answer = answer_of(
             texts,
             [max(judgement.excess, 0.0)] * len(texts),
             diagnostics={
                 "noise_scale": noise,
-                "time_up": clock.rang or until.rang,
+                "time_up": clock.rang or half.rang,
                 "likely": likely,
                 "excess": judgement.excess,
                 "score": judgement.score,
                 "placed": len(placed.variance),
             },
-            reason=_REASONS[all(likely), judgement.accepted],
+            reason=_REASONS[all(likely), judgement.excess < SIGMAS],
         )
         # Nobody else reads more of it, or tells what is likely.
         return Reading.of(answer, settled=True)

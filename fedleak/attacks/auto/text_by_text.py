@@ -1,28 +1,20 @@
 """Text by text: the texts of a batch under noise, each sought by itself.
 
-An update says of a single text how well it explains what other texts leave (`text_evidence`), so
-each can be climbed.
+Two things judge a text alone: the span of what reaches the loss (`pooled_span`), and the table of
+which word stands where (`placed_words`); a prior says what is language. A text begins as words of
+the table, chosen by the prior, and is climbed: at each place, in random order, the best of other
+words, a word more or less, or an end is taken. When that helps no more, words that the slope of the
+score points to, and pairs of words of the table, are tried. A text that leaves what noise leaves,
+or else the one of a few that explains most of the rows, is taken: its gradient is subtracted from
+both embeddings' rows, and the table of the rest is made anew, and is shorter. When all texts are
+taken, each is sought once more beside the others.
 
-- **A climb** visits the places in random order and makes the best change at each: another word, a
-  word more or less, an end. Words are those that three point to: the table of which word stands
-  where (`placed_words`), the prior, and the gradient that the text has at the place. Of all changes
-  at a place the few that promise most are tried.
-- **One by one.** Texts of words of the table are drawn, the prior choosing among them. The one that
-  explains most for its length is climbed, and its gradient is taken out of the update and of the
-  table. So it goes on until there are as many as the batch has.
-- **Beside each other** they are climbed again, as the others no longer hide what is wrong with one:
-  first those that leave most. Where a climb helps no more, words are moved; then more words are
-  tried; then the text is sought anew.
-- **The end** is when all together leave what noise leaves (`joint_likelihood`), or all was tried.
-
-Shapes: T places, V words, D hidden size.
+Shapes: T places, V words.
 """
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import combinations, permutations
 
 import torch
 from torch import Tensor
@@ -30,317 +22,320 @@ from torch import Tensor
 from fedleak.attacks import Progress, Show
 from fedleak.attacks import clock as timing
 from fedleak.attacks.analytic.placed_words import PlacedWords
-from fedleak.attacks.auto.joint_likelihood import Joint, State, above, table
-from fedleak.attacks.auto.text_evidence import Explained, TextEvidence
+from fedleak.attacks.auto.joint_likelihood import (
+    NEVER,
+    State,
+    UnderAttack,
+    next_words,
+    prior_nats,
+    table,
+)
 from fedleak.attacks.clock import Clock
-from fedleak.attacks.matching.batch_structure import Frame, frame
 from fedleak.attacks.reconstruction import Ids
-from fedleak.models import LanguageModel
-from fedleak.models.prior import Prior
+from fedleak.attacks.subspace.pooled_span import SIGMAS
 from fedleak.util.rng import stream
 
-_TABLE = 20.0
-"""Nats that the table, or the gradient at a place, gives a word, at most."""
+_TABLE = 8.0
+"""Nats that the table gives a word, at most."""
 
-_BEGUN, _OF_TABLE, _DRAWN, _CONTEXT = 16, 4, 0.3, 6
-"""Texts that are begun; words that the table adds to those that it has at a place; the share of a
-draw that all words have alike; words before it that the prior sees."""
+_NEAR, _FAR, _EXPECTED = 4, 12, 4
+"""Words at a place by the table's gain, at first and where these help no more; by the prior."""
 
-_MOVED, _WIDE, _ANEW = 1, 2, 3
-"""Kinds of changes: moves of words, more words, and a text that is sought anew."""
+_POINTED, _PAIRS = 64, 200
+"""Changes that slopes point to, and pairs of words, that are tried at once."""
 
-_WORDS, _MORE = {0: 6, _WIDE: 16}, {0: 3, _WIDE: 8}
-"""Words that are tried in place of another, and between two words, at first and afterwards."""
-
-_LONG = 0.1
-"""Words of which more than noise is left that speak for changes as much as one word of a text."""
-
-_TRIED, _MOVES = 3, 150
-"""Changes that are tried of those at a place, by what they seem to explain; moves of words among
-which these are sought."""
+_READ, _APART = 4, 30.0
+"""Changes of a group that the prior reads, and nats below the text at which it reads none."""
 
 
 @dataclass
-class TextSearch:
-    """Seeks the texts of a batch.
+class TextSearch(UnderAttack):
+    """Seeks one text after the other. `placed` is the table beside those that are taken.
 
     Attributes:
-        model: At the broadcast weights.
-        joint: Judges all texts together.
-        evidence: Judges single texts.
-        placed: Which word stands where, beside the texts that are taken.
-        lengths: Of the texts, if they are known.
-        prior: Of what stands behind a beginning; None: all words are alike.
-        clock: The time that the search may take.
+        taken: Texts that are taken out of the rows, by their number in the batch.
+        climbed: The texts that climbs ended in.
         table_seconds: The time that the last table took.
     """
 
-    model: LanguageModel
-    joint: Joint
-    evidence: TextEvidence
-    placed: PlacedWords
-    lengths: Sequence[int] | None
-    prior: Prior | None
-    clock: Clock
+    taken: dict[int, Ids] = field(default_factory=dict)
+    climbed: list[Ids] = field(default_factory=list)
     table_seconds: float = 0.0
-    _beside: dict[int, Ids] | None = field(default=None, init=False)
+    _nll: dict[Ids, float] = field(default_factory=dict)
+    _of_placed: PlacedWords | None = None
 
     def run(self, on_progress: Show, others_read: Sequence[Ids] = ()) -> State:
         """Returns a text for each of the batch.
 
         Args:
             on_progress: Called with the progress.
-            others_read: Texts that other attacks read, which are begun with, too.
+            others_read: Texts that other attacks read: the accepted ones are taken first.
         """
-        taken = dict[int, Ids]()
-        while len(taken) < len(self.joint.labels):
-            if not taken or not self.clock.up(self.table_seconds):
-                self.take(taken)
-            number, ids = self._next(taken, others_read)
-            taken[number] = ids
-            self._show(on_progress, taken, number)
-        state = tuple(taken[number] for number in range(len(taken)))
-        return self._mended(state, on_progress)
+        size = len(self.joint.labels)
+        for text in others_read:
+            if self.span and len(self.taken) < size and self._excess(text) < SIGMAS:
+                self._take(text)
+        self.climbed += others_read
+        while self.span and len(self.taken) < size and not self.clock.up():
+            self._take_next(on_progress)
+        state, before = self._all(), None
+        while self.span and state != before and not self.clock.up():
+            if self.joint(state).excess < SIGMAS:
+                break
+            before = state
+            for number in self.clock.paced(range(size)):
+                state = self._again(state, number)
+        return state
 
-    def _mended(self, state: State, on_progress: Show) -> State:
-        """Returns a state after its texts were climbed beside each other."""
-        kinds, known, best = [0] * len(state), {state}, state
-        while min(kinds) <= _ANEW and not self.clock.up(self.table_seconds):
-            if self.joint(state).accepted:
-                return state
-            doubts = self._doubts(state)
-            open_texts = [i for i, kind in enumerate(kinds) if kind <= _ANEW]
-            number = max(open_texts, key=lambda i: doubts[i] / (1 + kinds[i]))
-            state = self._again(state, number, kinds[number])
-            if state in known:
-                kinds[number] += 1
-            else:
-                kinds = [0] * len(state)
-            known.add(state)
-            best = max(best, state, key=lambda texts: self.joint(texts).score)
-            self._show(on_progress, dict(enumerate(state)), number)
-        return best
+    def _take_next(self, on_progress: Show) -> None:
+        """Takes the next text out of the rows: one that is accepted, or that explains most."""
+        climbed, accepted = list[Ids](), None
+        for end in self.clock.paced(self._ends()):
+            number = len(self.climbed) + len(climbed)
+            text = self._climbed(self._begun(end, f"text {number}"), number)
+            climbed.append(text)
+            excess, shown = self._excess(text), self.model.decode(text)
+            on_progress(Progress(number, len(self.joint.labels), excess, shown, "text by text"))
+            if excess < SIGMAS and text not in self.taken.values():
+                accepted = text
+                break
+        self.climbed += climbed
+        if climbed:
+            # One that is taken may be in the batch twice.
+            others = [ids for ids in self.climbed if ids not in self.taken.values()]
+            self._take(accepted or min([*others, *climbed], key=self._left_by))
 
-    def _doubts(self, state: State) -> list[float]:
-        """Returns how much speaks for changes of each text.
+    def _take(self, text: Ids) -> None:
+        """Takes a text out of the rows."""
+        _, number = self._left_by(text)
+        self._beside({**self.taken, number: text})
 
-        Of the words that a right text has alone, noise is left. Long texts are seldom right.
+    def _beside(self, taken: dict[int, Ids]) -> None:
+        """Makes the table of what stands beside texts that are taken."""
+        begun, self.taken = timing.now(), taken
+        rest = table(self.model, *self.joint.left(taken))
+        self.table_seconds = timing.now() - begun
+        # If noise hides what is left, the table before is all there is.
+        self.placed = rest or self.placed
+
+    def _left_by(self, text: Ids) -> tuple[float, int]:
+        """Returns by how much a text raises the squares of its words' rows, and at which number.
+
+        A text of the wrong class doubles its words' rows. (Rows of places do not tell: what all
+        texts share is most of them.)
         """
-        left_VD, _ = self.joint.left(dict(enumerate(state)))
-        clear, texts = above(left_VD), Counter(word for ids in state for word in {*ids})
-        alone = [{word for word in ids if texts[word] == 1} for ids in state]
-        return [
-            len(clear & words) + _LONG * len(ids) for words, ids in zip(alone, state, strict=True)
-        ]
+        words = [*{*text} - self.special]
+        numbers = [i for i in range(len(self.joint.labels)) if i not in self.taken]
+        of_class = {self.joint.labels[i]: i for i in numbers}
+        before, *after = (
+            float(self.joint.left(texts)[0][words].square().sum())
+            for texts in (self.taken, *({**self.taken, i: text} for i in of_class.values()))
+        )
+        return min(zip((left - before for left in after), of_class.values(), strict=True))
+
+    def _again(self, state: State, number: int) -> State:
+        """Returns a state after one text was sought beside the others."""
+        self._beside({i: ids for i, ids in enumerate(state) if i != number})
+        for begun in (state[number], self._begun(self._ends()[-1], None)):
+            other = (*state[:number], self._climbed(begun, number), *state[number + 1 :])
+            if self.joint(other).score > self.joint(state).score:
+                state = other
+        return state
 
     def likely(self, state: State, clock: Clock) -> list[bool]:
         """Returns which texts are likely to be in the batch.
 
-        All texts together leave what noise leaves, and each change of such a text clearly more.
+        All texts together leave what noise leaves, and each change of such a text clearly more, of
+        the span or of the update. (What the span accepts alone may be one of many that were tried.)
         """
-        if not self.joint(state).accepted:
+        whole = self.joint(state).excess
+        if whole >= SIGMAS:
             return [False] * len(state)
-        return [self._is_likely(state, number, clock) for number in range(len(state))]
+        return [self._is_likely(state, number, whole, clock) for number in range(len(state))]
 
-    def _is_likely(self, state: State, number: int, clock: Clock) -> bool:
+    def _is_likely(self, state: State, number: int, whole: float, clock: Clock) -> bool:
         if clock.up(self.table_seconds):
             return False
-        ids, label = state[number], self.joint.labels[number]
-        self.take({i: other for i, other in enumerate(state) if i != number})
-        places, nexts_TV, visited = range(len(self.around.first), len(ids)), self._nexts(ids), 0
+        ids, alone = state[number], self._excess(state[number])
+        # Twice: what is left may be as far below what is expected as it may be above.
+        far, far_whole = (2 * SIGMAS + max(excess, 0.0) for excess in (alone, whole))
+        far = far if alone < SIGMAS else math.inf
+        self._beside({i: ids for i, ids in enumerate(state) if i != number})
+        places = range(len(self.around.first), len(ids))
+        visited = 0
         for place in clock.paced(places):
             visited += 1
-            near = self._at(ids, label, place, nexts_TV, 0)
-            self.joint.gradients((other, label) for other in near)
-            for other in near:
-                changed = self.joint((*state[:number], other, *state[number + 1 :]))
-                if not changed.rejects_beside(self.joint(state)):
+            near = self._at(ids, place, _FAR)
+            fits = zip(near, self.span.of(near), strict=True)
+            alike = [other for other, fit in fits if not fit.excess > far]
+            self.joint.gradients((other, self.joint.labels[number]) for other in alike)
+            for other in alike:
+                beside = (*state[:number], other, *state[number + 1 :])
+                if self.joint(beside).excess <= far_whole:
                     return False
         return visited == len(places)
 
-    def take(self, texts: dict[int, Ids]) -> None:
-        """Takes texts out of the update, and makes the table of what stands beside them."""
-        if texts == self._beside:
-            return
-        begun, self._beside = timing.now(), dict(texts)
-        rows = self.evidence.beside(texts)
-        self._word_VD = rows[0]
-        # If noise hides what is left, the table before is all there is.
-        self.placed = table(self.model, *rows) or self.placed
-        gain_TV = self.placed.gain_VT.T.float().clamp_max(_TABLE).contiguous().cpu()
-        gain_TV[:, self._marks] = 0
-        self._gain_TV = gain_TV
-        self.table_seconds = timing.now() - begun
+    def _all(self) -> State:
+        """Returns a text for each number of the batch."""
+        size, state, used = len(self.joint.labels), dict(self.taken), set[tuple[int, int]]()
+        rest = dict.fromkeys(ids for ids in self.climbed if ids not in state.values())
+        nearly, ends = sorted(rest, key=self._total), self._ends()
+        for number in (i for i in range(size) if i not in state):
+            end = ends[(size - len(state) - 1) % len(ends)]
+            state[number] = nearly.pop() if nearly else self._begun(end, None, used)
+            used |= {(word, place) for place, word in enumerate(state[number])}
+        return tuple(state[i] for i in range(size))
 
-    def _next(self, taken: Mapping[int, Ids], others_read: Sequence[Ids]) -> tuple[int, Ids]:
-        """Returns the best text that is found beside others, and its number."""
-        free = [i for i in range(len(self.joint.labels)) if i not in taken]
-        rest = [ids for ids in others_read if ids not in taken.values()]
-        begun = [*dict.fromkeys([*rest, *self._begun(free, f"text {len(taken)}")])]
-        by_label = {self.joint.labels[i]: i for i in free}
-        _, ids, number = max(
-            (explained.nats / len(ids), ids, number)
-            for label, number in by_label.items()
-            for ids, explained in zip(begun, self.evidence.of(begun, label), strict=True)
-        )
-        return number, self._climbed(ids, self.joint.labels[number], 0)
-
-    def _again(self, state: State, number: int, kind: int) -> State:
-        """Returns a state after one text was sought beside the others, by a kind of changes."""
-        label = self.joint.labels[number]
-        self.take({i: ids for i, ids in enumerate(state) if i != number})
-        if kind < _ANEW:
-            ids = self._climbed(state[number], label, kind)
-        else:
-            taken = self._beside or {}
-            anew = self._next(taken, ())[1]
-            ids = self._best(state[number], label, [anew])
-        return (*state[:number], ids, *state[number + 1 :])
-
-    def _climbed(self, ids: Ids, label: int, kind: int) -> Ids:
-        """Returns the best text that changes of a kind lead to."""
-        before = None
-        while ids != before and not self.clock.up():
-            before, rng = ids, stream(len(ids), f"places {kind}")
-            if kind == _MOVED:
-                moved = self._moved(ids)
-                drawn = torch.randperm(len(moved), generator=rng)[:_MOVES].tolist()
-                ids = self._best(ids, label, [moved[i] for i in drawn])
-                continue
-            nexts_TV = self._nexts(ids)
-            for place in self.clock.paced(torch.randperm(len(ids) + 2, generator=rng).tolist()):
-                if len(self.around.first) <= place <= len(ids) - len(self.around.last):
-                    ids = self._best(ids, label, self._at(ids, label, place, nexts_TV, kind))
+    def _climbed(self, ids: Ids, number: int) -> Ids:
+        """Returns the best text that changes of one lead to."""
+        rng, level = stream(number, "places"), 0
+        while level < 3 and not self.clock.up():
+            before = ids
+            if level < 2:
+                order = torch.randperm(len(ids), generator=rng).tolist()
+                for place in self.clock.paced(order):
+                    if len(self.around.first) <= place < len(ids):
+                        ids = self._better(ids, self._at(ids, place, (_NEAR, _FAR)[level]))
+            else:
+                ids = self._better(ids, self._pointed(ids))
+                ids = self._better(ids, self._pairs(ids)) if ids == before else ids
+            level = 0 if ids != before else level + 1
+            if level == 2 and self._excess(ids) < 0:
+                break
         return ids
 
-    def _best(self, ids: Ids, label: int, changed: Sequence[Ids]) -> Ids:
-        """Returns the best of a text and the most promising of its changes."""
-        texts = [ids, *self.evidence.promising(ids, label, changed, _TRIED)]
-        nats = [explained.nats for explained in self.evidence.of(texts, label)]
-        return texts[nats.index(max(nats))]
+    def _better(self, ids: Ids, changed: Iterable[Ids]) -> Ids:
+        """Returns the best of a text and what it is changed to."""
+        texts = [other for other in dict.fromkeys(changed) if other != ids]
+        values = dict(zip(texts, self._values(texts), strict=True))
+        level = self._values([ids])[0] - (_APART if self.prior else 0.0)
+        best = [other for other in texts if values[other] > level]
+        best = sorted(best, key=values.__getitem__)[-_READ:]
+        self._read([ids, *best])
+        return max([ids, *reversed(best)], key=self._total)
 
-    def _explained(self, ids: Ids, label: int) -> Explained:
-        (explained,) = self.evidence.of([ids], label)
-        return explained
-
-    def _at(self, ids: Ids, label: int, place: int, nexts_TV: Tensor, kind: int) -> list[Ids]:
-        """Returns a text with other words at a place, with a word more or less, or ended there.
-
-        Args:
-            ids: The text.
-            label: Its class.
-            place: Before the marks of the end, or where these begin.
-            nexts_TV: What the prior expects at each place.
-            kind: Of changes.
-        """
-        first, end = len(self.around.first), len(ids) - len(self.around.last)
-        if place >= len(self._gain_TV) or place > end:
-            return []
-        here = [word for word in self.placed.at(place) if word not in self._marks]
-        expected_V = self._gain_TV[place] + nexts_TV[min(place, len(nexts_TV) - 1)]
-        changed = []
+    def _at(self, ids: Ids, place: int, most: int) -> list[Ids]:
+        """Returns a text with other words at a place, with a word more or less, or ended there."""
+        end, words, texts = len(ids) - len(self.around.last), self._words_at(ids, place, most), []
         if place < end:
-            row_D = self._explained(ids, label).place_TD[place] / len(self.joint.labels)
-            # The match of a row with the gradient that a word at this place has.
-            match_V = (self._word_VD @ row_D - 0.5 * row_D.square().sum()).cpu()
-            match_V[ids[place]] += float(row_D.square().sum())
-            words = self._most(expected_V + match_V.clamp(-_TABLE, _TABLE), _WORDS[kind])
-            if kind == _WIDE:
-                words += self._most(expected_V, _MORE[kind])
-                words += self._most(self._gain_TV[place], _MORE[kind])
-            changed += [(*ids[:place], word, *ids[place + 1 :]) for word in here + words]
-        if self.lengths is None:
-            if place < end and end - first > 1:
-                changed.append((*ids[:place], *ids[place + 1 :]))
-            if first < place < end - 1:
-                changed.append((*ids[:place], *self.around.last))
-            if len(ids) < len(self._gain_TV):
-                words = here + self._most(expected_V, _MORE[kind])
-                changed += [(*ids[:place], word, *ids[place:]) for word in words]
-        return [other for other in dict.fromkeys(changed) if other != ids]
+            texts += [(*ids[:place], word, *ids[place + 1 :]) for word in words]
+        if place <= end:
+            texts += self.resized(ids, place, words)
+        return [other for other in texts if other != ids]
 
-    def _most(self, score_V: Tensor, count: int) -> list[int]:
-        """Returns the words of the highest scores, and no marks."""
-        best_V = score_V.topk(min(count + len(self._marks), len(score_V))).indices
-        return [word for word in best_V.tolist() if word not in self._marks][:count]
+    def _words_at(self, ids: Ids, place: int, most: int) -> list[int]:
+        """Returns words that may stand at a place."""
+        if place >= self.placed.gain_VT.shape[1]:
+            return []
+        gain_V = self._gains()[place]
+        best = gain_V.topk(min(most, len(gain_V)))
+        words = self.placed_at(place) + best.indices[best.values > 0].tolist()
+        if most > _NEAR and self.prior is not None:
+            expected_V = self._next(ids[:place]) + gain_V
+            words += expected_V.topk(_EXPECTED).indices.tolist()
+        return [*dict.fromkeys(words)]
 
-    def _moved(self, ids: Ids) -> list[Ids]:
-        """Returns a text with two words exchanged, or with one in another place."""
+    def _pointed(self, ids: Ids) -> Iterator[Ids]:
+        """Yields a text with words that the slope of the score points to."""
         first, end = len(self.around.first), len(ids) - len(self.around.last)
-        changed = []
-        for place, other in combinations(range(first, end), 2):
-            words = [*ids]
-            words[place], words[other] = words[other], words[place]
-            changed.append(tuple(words))
-        for place, other in permutations(range(first, end), 2):
-            rest = (*ids[:place], *ids[place + 1 :])
-            changed.append((*rest[:other], ids[place], *rest[other:]))
-        return [text for text in dict.fromkeys(changed) if text != ids]
+        rises_TV = self.span.slopes(ids)[first:end].cpu()
+        known_TV = self._gains()[first:end]
+        rises_TV[: len(known_TV)] += known_TV
+        rises_TV[:, [*self.special]] = NEVER
+        for flat in rises_TV.flatten().topk(_POINTED).indices.tolist():
+            place, word = divmod(flat, rises_TV.shape[1])
+            yield (*ids[: first + place], word, *ids[first + place + 1 :])
 
-    def _begun(self, free: Sequence[int], drawn: str) -> list[Ids]:
-        """Returns texts of words of the table, the prior choosing among them.
+    def _pairs(self, ids: Ids) -> Iterator[Ids]:
+        """Yields a text with two words of the table side by side."""
+        pairs = 0
+        for place in range(len(self.around.first), len(ids) - len(self.around.last) - 1):
+            for word in self.placed_at(place):
+                for following in self.placed_at(place + 1):
+                    if word != ids[place] and following != ids[place + 1] and pairs < _PAIRS:
+                        pairs += 1
+                        yield (*ids[:place], word, following, *ids[place + 2 :])
+
+    def _values(self, texts: Sequence[Ids]) -> list[float]:
+        """Returns the scores that span and table give texts."""
+        fits = self.span.of(texts)
+        return [fit.score + self._of_table(ids) for fit, ids in zip(fits, texts, strict=True)]
+
+    def _total(self, ids: Ids) -> float:
+        """Returns the sum of all scores of a text."""
+        self._read([ids])
+        return self._values([ids])[0] - self._nll[ids]
+
+    def _excess(self, ids: Ids) -> float:
+        (fit,) = self.span.of([ids])
+        return fit.excess
+
+    def _of_table(self, ids: Ids) -> float:
+        first, gain_TV = len(self.around.first), self._gains()
+        end = min(len(ids) - len(self.around.last), len(gain_TV))
+        return float(gain_TV[range(first, end), list(ids[first:end])].sum())
+
+    def _read(self, texts: Sequence[Ids]) -> None:
+        """Lets the prior read texts."""
+        new = [ids for ids in texts if ids not in self._nll]
+        if self.prior is None or not new:
+            self._nll |= dict.fromkeys(new, 0.0)
+            return
+        self._nll |= dict(zip(new, prior_nats(self.prior, self.model, new), strict=True))
+
+    def _next(self, beginning: Ids) -> Tensor:
+        """Returns the log probability [V] of what stands behind a beginning, of marks lowest."""
+        next_V = next_words(self.prior, beginning, len(self.joint.word_VD))
+        next_V[[*self.special]] = NEVER
+        return next_V
+
+    def _begun(self, end: int, drawn: str | None, used: Iterable[tuple[int, int]] = ()) -> Ids:
+        """Returns a text of words of the table, the prior choosing among them.
 
         Args:
-            free: Numbers of the texts that are not taken.
-            drawn: Names the stream that words are drawn from.
+            end: Where its words end.
+            drawn: Names the stream that words are drawn from; None: the best are taken.
+            used: Words at places that it may not have.
         """
         first, last = self.around
-        ends, count = self._ends(free), 1 if self.clock.up() else _BEGUN
-        rng, texts = stream(0, drawn), [[*first] for _ in range(count)]
-        for place in range(len(first), max(ends)):
-            next_NV = self._behind([ids[-_CONTEXT:] for ids in texts])
-            here = [word for word in self.placed.at(place) if word not in self._marks]
-            best = self._gain_TV[place].topk(_OF_TABLE)
-            here += best.indices[best.values > 0].tolist()
-            for ids, next_V in zip(texts, next_NV, strict=True):
-                words = [*dict.fromkeys(here)] or self._most(next_V, _OF_TABLE)
-                share_W = torch.softmax(next_V[words], 0)
-                share_W = (1 - _DRAWN) * share_W + _DRAWN / len(words)
-                ids.append(words[int(torch.multinomial(share_W, 1, generator=rng))])
-        return [(*ids[: ends[n % len(ends)]], *last) for n, ids in enumerate(texts)]
+        text, banned = [*first], {*used}
+        for place in range(len(first), end):
+            next_V = self._next(tuple(text))
+            words = [word for word in self.placed_at(place) if (word, place) not in banned]
+            if not words:
+                words = self._words_at(tuple(text), place, _FAR)[:_NEAR]
+                words = words or next_V.topk(_NEAR).indices.tolist()
+            share_W = torch.softmax(next_V[words], 0)
+            if drawn is None:
+                text.append(words[int(share_W.argmax())])
+            else:
+                rng = stream(place, drawn)
+                share_W = 0.9 * share_W + 0.1 / len(words)
+                text.append(words[int(torch.multinomial(share_W, 1, generator=rng))])
+        return (*text, *last)
 
-    def _behind(self, texts: Sequence[Sequence[int]]) -> Tensor:
-        """Returns the log probability [N, V] of what stands behind beginnings of one length."""
-        size = (len(texts), self.model.vocabulary)
-        if self.prior is None or not texts[0]:
-            return torch.zeros(size)
-        ids_NT = torch.tensor(texts, device=self.prior.device)
-        return self.prior.next_token(ids_NT).cpu().expand(size)
-
-    def _ends(self, free: Sequence[int]) -> list[int]:
+    def _ends(self) -> list[int]:
         """Returns where the words of a text that is not taken may end, the nearest first."""
-        first, last = len(self.around.first), self.around.last
+        first, last, size = len(self.around.first), self.around.last, len(self.joint.labels)
+        rest = [i for i in range(size) if i not in self.taken]
         if self.lengths is not None:
             # Lengths come in an order of their own.
             lengths = sorted(self.lengths)
-            for ids in (self._beside or {}).values():
+            for ids in self.taken.values():
                 if len(ids) in lengths:
                     lengths.remove(len(ids))
             return [length - len(last) for length in lengths]
-        places = [place for _, place in self.placed.variance]
-        longest = min(max([*places, first]) + 1, len(self._gain_TV) - len(last))
+        placed = [place for _, place in self.placed.variance]
         ends = {place for word, place in self.placed.variance if last and word == last[0]}
-        if len(ends) < len(free):
+        longest = min(max([*placed, first]) + 1, self.placed.gain_VT.shape[1] - len(last))
+        if len(ends) < len(rest):
             ends |= {longest, max(longest // 2, first + 1)}
         return sorted(end for end in ends if end > first) or [first + 1]
 
-    def _nexts(self, ids: Ids) -> Tensor:
-        """Returns the log probability of words at each place [T, V], as the prior expects them."""
-        if self.prior is None:
-            return torch.zeros(1, 1)
-        next_TV = self.prior.next_tokens(torch.tensor([ids], device=self.prior.device))[0].cpu()
-        return torch.cat([torch.zeros_like(next_TV[:1]), next_TV])
-
-    def _show(self, on_progress: Show, taken: Mapping[int, Ids], number: int) -> None:
-        nats = self._explained(taken[number], self.joint.labels[number]).nats
-        text, size = self.model.decode(taken[number]), len(self.joint.labels)
-        on_progress(Progress(len(taken), size, nats, text, "text by text"))
-
-    @cached_property
-    def around(self) -> Frame:
-        """Marks that begin and end a text."""
-        return frame(self.model)
-
-    @cached_property
-    def _marks(self) -> list[int]:
-        return sorted(self.model.special_ids())
+    def _gains(self) -> Tensor:
+        """Returns the nats [T, V] that the table gives words; marks get none."""
+        if self._of_placed is not self.placed:
+            self._gain_TV = self.placed.gain_VT.T.float().clamp_max(_TABLE).contiguous().cpu()
+            self._gain_TV[:, [*self.special]] = 0
+            self._of_placed = self.placed
+        return self._gain_TV

@@ -194,15 +194,27 @@ class PooledSpan:
             part = new[start : start + _AT_ONCE]
             ids_NT, mask_NT = pad(part, self._model.tokenizer.pad_token_id, self._model.device)
             with torch.no_grad():
-                score_N, excess_N = self._judged(mask_NT, ids_NT)
+                score_N, excess_N = self._judged(mask_NT, ids_BT=ids_NT, embeds_BTD=None)
             fits = map(Fit, score_N.tolist(), excess_N.tolist())
             self._known |= dict(zip(part, fits, strict=True))
         return [self._known[ids] for ids in texts]
 
-    def _judged(self, mask_NT: Tensor, ids_NT: Tensor) -> tuple[Tensor, Tensor]:
+    def slopes(self, ids: Ids) -> Tensor:
+        """Returns by how much the score rises [T, V] to first order if a word is another one."""
+        table_VD = self._model.module.get_parameter(self._model.family.word_embedding).detach()
+        x_TD = table_VD[list(ids)]
+        with torch.enable_grad():
+            x_1TD = x_TD[None].clone().requires_grad_()
+            mask_1T = torch.ones(x_1TD.shape[:2], dtype=torch.long, device=x_TD.device)
+            score_1, _ = self._judged(mask_1T, ids_BT=None, embeds_BTD=x_1TD)
+            (slope_1TD,) = torch.autograd.grad(score_1.sum(), x_1TD)
+        rises_TV: Tensor = slope_1TD[0] @ table_VD.T
+        return rises_TV - (slope_1TD[0] * x_TD).sum(1, keepdim=True)
+
+    def _judged(self, mask_NT: Tensor, **given: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns scores and excesses [N]."""
         with listening(self._parts) as heard:
-            self._model.family.logits(self._model.module, mask_NT, ids_BT=ids_NT, embeds_BTD=None)
+            self._model.family.logits(self._model.module, mask_NT, **given)
         pooled_N = (
             mask_NT.sum(1) - 1 if self._model.family.causal else mask_NT.new_zeros(len(mask_NT))
         )

@@ -6,11 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fedleak.attacks.auto.joint_likelihood import MOST_TEXTS, Joint, Judgement, table
+from fedleak.attacks.auto.joint_likelihood import MOST_TEXTS, Joint, Search, table
 from fedleak.attacks.auto.maximum_likelihood import MaximumLikelihood
 from fedleak.attacks.auto.peeling import gradient_of
 from fedleak.attacks.certificate import as_gradient
+from fedleak.attacks.clock import Clock
+from fedleak.attacks.matching.batch_structure import frame
 from fedleak.attacks.reconstruction import Status
+from fedleak.attacks.subspace.pooled_span import PooledSpan
 from fedleak.defenses.gaussian_noise import GaussianNoise
 from fedleak.defenses.quantize import Quantize
 from fedleak.models import CLASSIFICATION
@@ -26,6 +29,13 @@ def two(small, observe):
     truth = observe(model, TEXTS, [0, 1])
     update = GaussianNoise(sigma=SIGMA)(truth.seen.update, rng=stream(0, "noise"))
     return model, replace(truth.seen, update=update), tuple(map(tuple, model.encode(TEXTS)))
+
+
+def search(model, joint, seconds=None):
+    placed = table(model, joint.word_VD, joint.place_PD)
+    assert placed is not None
+    span = PooledSpan(model, {}, SIGMA, 2)
+    return Search(model, joint, span, placed, None, None, Clock(seconds))
 
 
 def test_two_texts_are_read_and_likely(two):
@@ -74,34 +84,36 @@ def part(left, directions):
 
 def test_the_table_has_the_words_and_the_ends(two):
     model, seen, texts = two
-    joint = Joint(model, as_gradient(seen), SIGMA, [0, 1])
-    placed = table(model, joint.word_VD, joint.place_PD)
-    assert placed is not None
+    search_ = search(model, Joint(model, as_gradient(seen), SIGMA, [0, 1]))
     true = {(token, place) for ids in texts for place, token in enumerate(ids) if place}
-    pairs = set(placed.variance)
+    pairs = set(search_.placed.variance)
     assert len(pairs & true) >= 0.8 * len(true)
     assert len(pairs - true) <= 0.2 * len(true)
 
 
-def test_the_part_that_leaves_most_is_one_of_the_changed_words(two):
+def test_changes_keep_marks_and_lengths_where_these_are_known(two):
+    model, seen, texts = two
+    open_search = search(model, Joint(model, as_gradient(seen), SIGMA, [0, 1]))
+    known = replace(open_search, lengths=[len(ids) for ids in texts])
+    first, last = frame(model)
+    for place in range(len(first), 10):
+        for change in open_search._changes(texts, place):
+            for ids in change.values():
+                assert ids[: len(first)] == first
+                assert ids[len(ids) - len(last) :] == last
+                assert len(ids) > len(first) + len(last)
+                assert not set(ids[len(first) : len(ids) - len(last)]) & set(model.special_ids())
+        for change in known._changes(texts, place):
+            after = [change.get(i, ids) for i, ids in enumerate(texts)]
+            assert sorted(map(len, after)) == sorted(map(len, texts))
+
+
+def test_two_texts_that_have_exchanged_their_tails_are_mended(two):
     model, seen, texts = two
     joint = Joint(model, as_gradient(seen), SIGMA, [0, 1])
-    right, wrong = joint(texts), joint((texts[0], (*texts[1][:3], texts[0][2], *texts[1][4:])))
-    assert right.accepted
-    # A row is small: it shows a wrong word where the sum over all numbers shows it less.
-    assert wrong.worst > wrong.excess
-    assert not wrong.accepted
-    assert wrong.rejects_beside(right)
-    assert not right.rejects_beside(right)
-
-
-@pytest.mark.parametrize(
-    ("excess", "worst", "rejects"), [(8.9, 9.9, False), (9.1, 0.0, True), (0.0, 10.1, True)]
-)
-def test_clearly_more_is_twice_what_noise_leaves_of_all_or_of_a_part(excess, worst, rejects):
-    accepted = Judgement(0.0, 2.9, 4.9)
-    assert accepted.accepted
-    assert Judgement(0.0, excess, worst).rejects_beside(accepted) == rejects
+    one_search = search(model, joint)
+    wrong = ((*texts[0][:4], *texts[1][4:]), (*texts[1][:4], *texts[0][4:]))
+    assert one_search._improved(wrong, 4) == texts
 
 
 def test_what_it_does_not_read_it_says_in_a_line(small, observe, two):

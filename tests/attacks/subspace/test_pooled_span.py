@@ -113,6 +113,23 @@ def test_neither_classes_nor_shares_of_texts_matter(small, observe):
     assert all(fit.excess < SIGMAS for fit in fits)
 
 
+def test_a_slope_is_how_the_score_changes_with_a_word(small, observe):
+    model, observed, texts = batch(small, observe, "bert")
+    (ids, *_), place, word = changed(model, texts, 0), 3, 200
+    own = ids[place]
+    assert ids.count(own) == 1
+    slope = float(PooledSpan(model, observed, SIGMA, 3).slopes(ids)[place, word])
+    table = model.module.get_parameter(model.family.word_embedding)
+    step = 1e-3 * (table[word] - table[own]).detach()
+    (before,) = PooledSpan(model, observed, SIGMA, 3).of([ids])
+    with torch.no_grad():
+        table[own] += step
+    (after,) = PooledSpan(model, observed, SIGMA, 3).of([ids])
+    with torch.no_grad():
+        table[own] -= step
+    assert after.score - before.score == pytest.approx(1e-3 * slope, rel=0.1, abs=0.01)
+
+
 def test_without_the_last_layer_nothing_is_seen(small, observe):
     model, observed, texts = batch(small, observe, "bert")
     kept = {name: value for name, value in observed.items() if ".layer.1." not in name}
