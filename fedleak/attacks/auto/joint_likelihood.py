@@ -284,7 +284,8 @@ def next_words(prior: Prior | None, beginning: Ids, words: int) -> Tensor:
     if prior is None or not beginning:
         return torch.zeros(words)
     ids_1T = torch.tensor([beginning], device=prior.device)
-    return prior.next_token(ids_1T)[0].cpu()
+    # A prior of another vocabulary gives all words one number.
+    return prior.next_token(ids_1T)[0].cpu().expand(words).clone()
 
 
 def prior_nats(prior: Prior, model: LanguageModel, texts: Sequence[Ids]) -> list[float]:

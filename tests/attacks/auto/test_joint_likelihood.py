@@ -149,3 +149,11 @@ def test_a_gradient_of_other_weights_is_not_likely(small, observe, two):
     )
     assert not any(answer.diagnostics.get("likely", []))
     assert torch.isfinite(torch.tensor(answer.diagnostics["noise_scale"]))
+
+
+def test_a_prior_of_another_vocabulary_leads_no_search(two):
+    model, seen, texts = two
+    attack = MaximumLikelihood(seconds=60.0, prior="builtin/llama-tiny")
+    answer = attack(seen, model, rng=stream(0, "attack"))
+    assert answer.sequences, answer.reason
+    assert sorted(answer.sequences) == sorted(texts)
