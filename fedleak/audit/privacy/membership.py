@@ -320,7 +320,7 @@ def found_where(
 
     first, second = intervals.ranks_of_quantile(accused, len(controls), intervals.MISS / 2)
     shares = [above(most, 0.0), above(first, math.inf), above(second, -math.inf)]
-    of_clients = MeanOfClients(**_ends(*(share.of_clients or share for share in shares)))
+    of_clients = MeanOfClients(**_ends(*filter(None, (share.of_clients for share in shares))))
     return Estimate(**_ends(*shares), of_clients=of_clients)
 
 
