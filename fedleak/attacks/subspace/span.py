@@ -115,10 +115,8 @@ class Span:
 
     def beside(self, known_MD: Tensor) -> "Span":
         """Returns what the span adds to the span of known vectors, in their complement."""
-        known_DM = torch.linalg.qr(known_MD.double().T)[0]
-        rows_RD = self.singular_R[:, None] * self.basis_DR.T
-        rows_RD = rows_RD - (rows_RD @ known_DM) @ known_DM.T
-        _, s_R, vh_RD = torch.linalg.svd(rows_RD, full_matrices=False)
+        rest_RD = outside(self.singular_R[:, None] * self.basis_DR.T, known_MD.double())
+        _, s_R, vh_RD = torch.linalg.svd(rest_RD, full_matrices=False)
         # What lies in the known span leaves its noise behind: about the floor.
         rank = int((s_R > (10 if self.exact else 2) * self.floor).sum())
         return Span(
@@ -149,8 +147,13 @@ class ProjectedSpan(Span):
 
     def null_sketch(self, columns: int, rng: torch.Generator) -> Tensor:
         """Returns [D, S]: random directions at right angles to every input, of no common length."""
-        sketch_DS: Tensor = self.first_ID.T @ super().null_sketch(columns, rng)
-        return sketch_DS
+        return self.first_ID.T @ super().null_sketch(columns, rng)
+
+
+def outside(x_ND: Tensor, known_MD: Tensor) -> Tensor:
+    """Returns the part [N, D] of vectors at right angles to all of some known ones."""
+    known_DM: Tensor = torch.linalg.qr(known_MD.T)[0]
+    return x_ND - (x_ND @ known_DM) @ known_DM.T
 
 
 def margin(accepted: float, rejected: float) -> float | None:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedleak.attacks.subspace.span import ACCEPT, SPARE, Span
+from fedleak.attacks.subspace.span import ACCEPT, SPARE, Span, outside
 from fedleak.models.family import Directions, TokenTable
 
 _FIRST_GUESS = 32
@@ -142,10 +142,8 @@ def pairs(table: TokenTable, bag: TokenBag, span: Span | None) -> tuple[Tensor, 
     few pairs are left; with many, the graph of tokens and positions has cycles, and every pair of a
     cycle is inside. Where noise blurs the bag's own edge, or without a span, no pair is excluded.
     """
-    tokens, positions = len(bag.tokens_N), bag.positions
-    device = bag.tokens_N.device
-    bag_A = torch.arange(tokens, device=device).repeat_interleave(positions)
-    position_A = torch.arange(positions, device=device).repeat(tokens)
+    ranges = torch.arange(len(bag.tokens_N)), torch.arange(bag.positions)
+    bag_A, position_A = torch.cartesian_prod(*ranges).T.to(bag.tokens_N.device)
     if span is None or (not span.exact and not bag.worst_accepted < ACCEPT < bag.best_rejected):
         return bag_A, position_A
     inside_A = span.excess(table(bag.tokens_N[bag_A], position_A)) < ACCEPT
@@ -187,8 +185,7 @@ def _tokens(
     distance_V = sketch_VS.norm(dim=1) / token_VD.norm(dim=1)
     shortlist = min(2 * inner.rank + 64, len(token_VD))
     nearest_L = distance_V.topk(shortlist, largest=False).indices
-    x_LD = token_VD[nearest_L].double()
-    excess_L = inner.excess(x_LD - (x_LD @ known_DM) @ known_DM.T)
+    excess_L = inner.excess(outside(token_VD[nearest_L].double(), known_MD))
     order_L = excess_L.argsort()
     # Without an exact test: as many tokens as there are directions above the noise.
     count = int((excess_L < ACCEPT).sum()) if inner.exact else min(inner.rank, len(order_L))
@@ -200,17 +197,14 @@ def _tokens(
 
 def _unexplained(span: Span, basis_MD: Tensor) -> float:
     """Returns the largest part of the span's rows outside a basis, in units of the noise."""
-    basis_DM = torch.linalg.qr(basis_MD.T)[0]
-    rows_RD = span.singular_R[:, None] * span.basis_DR.T
-    rest_RD = rows_RD - (rows_RD @ basis_DM) @ basis_DM.T
+    rest_RD = outside(span.singular_R[:, None] * span.basis_DR.T, basis_MD)
     return float(rest_RD.norm(dim=1).max()) / span.floor
 
 
 def _last_position(directions: Directions, positions: int, token_ND: Tensor, span: Span) -> int:
     """Returns the number of positions up to the last in the span of gradients and tokens."""
     known_MD = torch.cat([token_ND, directions.constant_CD.double()])
-    known_DM = torch.linalg.qr(known_MD.T)[0]
     x_PD = directions.position_PD[:positions].double()
-    excess_P = span.beside(known_MD).excess(x_PD - (x_PD @ known_DM) @ known_DM.T)
+    excess_P = span.beside(known_MD).excess(outside(x_PD, known_MD))
     inside = (excess_P < ACCEPT).nonzero()
     return int(inside[-1]) + 1 if len(inside) else positions
