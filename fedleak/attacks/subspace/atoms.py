@@ -52,6 +52,11 @@ class Targets:
     target_NHK: Tensor
     noise_NH: Tensor
 
+    def clearest(self) -> list[int]:
+        """Returns the tokens, as indices of the bag, the clearest gradient first."""
+        signal_N = self.target_NHK.square().sum((1, 2)) / self.noise_NH.square().sum(1)
+        return signal_N.argsort(descending=True).tolist()
+
     @cached_property
     def told_HK(self) -> Tensor:  # noqa: N802
         """Which numbers of targets are known: a masked update may lack some rows."""

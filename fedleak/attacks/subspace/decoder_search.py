@@ -72,7 +72,7 @@ def extend_prefixes(search: SpanSearch) -> list[Judged]:
         if position == 0:
             k_BTHK = v_BTHK = k_NHK.new_empty(1, 0, *k_NHK.shape[1:])
         mixed_BND = attend_next(q_NHK, k_NHK, v_NHK, k_BTHK, v_BTHK)
-        first_BN = _mixed_excess(spans.mixed, mixed_BND, null_DS, search)
+        first_BN = _mixed_excess(search, mixed_BND, null_DS)
         parent_C, token_C = torch.where(first_BN < accept)
         inputs_CD = block.leave(residual_ND[token_C], mixed_BND[parent_C, token_C])
         excess_C = spans.second.excess(inputs_CD)
@@ -165,16 +165,14 @@ def attend_next(
     return (mixed_BNHK + weights[..., -1:] * v_NHK).flatten(2)
 
 
-def _mixed_excess(
-    span: Span | None, mixed_BND: Tensor, null_DS: Tensor | None, search: SpanSearch
-) -> Tensor:
+def _mixed_excess(search: SpanSearch, mixed_BND: Tensor, null_DS: Tensor | None) -> Tensor:
     """Returns [B, N]: the excess of mixed values in the output matrix's span; 0 without one.
 
     The span holds no more inputs than it has dimensions. So only the nearest by a sketch of the
     null space, where inputs are zero, are tested; the excess of the others is infinite. Where noise
     leaves none inside, nothing is judged: the excess of all is 0, unless none are wanted then.
     """
-    shape = mixed_BND.shape[:2]
+    span, shape = search.spans.mixed, mixed_BND.shape[:2]
     if span is None or null_DS is None:
         return torch.zeros(shape, dtype=torch.float64, device=mixed_BND.device)
     mixed_XD = mixed_BND.flatten(0, 1)

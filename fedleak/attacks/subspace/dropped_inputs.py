@@ -162,8 +162,8 @@ def find_inputs(
         clock: Ends the search.
     """
     table = model.family.token_table(model.module)
-    ids_C = words_V.repeat_interleave(places)
-    place_C = torch.arange(places, device=words_V.device).repeat(len(words_V))
+    place_P = torch.arange(places, device=words_V.device)
+    ids_C, place_C = torch.cartesian_prod(words_V, place_P).T
     first_C = (ids_C == model.tokenizer.cls_token_id) == (place_C == 0)
     ids_C, place_C = ids_C[first_C], place_C[first_C]
     x_CD = table(ids_C, place_C).double()
@@ -271,11 +271,10 @@ def group(atoms: Atoms, width: int, clock: Clock, tell: OnJudged) -> tuple[list[
         clock: Ends the search.
         tell: Called with the number of atoms in texts, the number of all atoms, and each text.
     """
-    signal_N = atoms.target_NHK.square().sum((1, 2)) / atoms.noise_NH.square().sum(1)
     marks_N = (atoms.position_A == 0) | (atoms.token_A == atoms.last)
     texts, agree = [], True
     free_N = torch.ones_like(marks_N)
-    for seed in clock.paced(signal_N.argsort(descending=True).tolist()):
+    for seed in clock.paced(atoms.clearest()):
         if marks_N[seed] or not free_N[seed]:
             continue
         index_A = free_N.nonzero()[:, 0]

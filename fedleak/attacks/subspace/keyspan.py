@@ -28,6 +28,7 @@ size, C classes; X: any axes.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -152,9 +153,8 @@ class Keyspan(Reader):
                 spanned = [sentence for sentence in spanned if sentence.ids in known]
             passed = {**{sentence.ids: sentence for sentence in spanned}, **passed}
             counted = _counted(model, [*proofs, *explained], seen, passes[0])
-            old, fresh = counted.of_pulls[: len(proofs)], counted.of_pulls[len(proofs) :]
-            new = [proof for proof, known in zip(explained, fresh, strict=True) if known]
-            proofs = [proof for proof, known in zip(proofs, old, strict=True) if known] + new
+            new = [*compress(explained, counted.of_pulls[len(proofs) :])]
+            proofs = [*compress([*proofs, *explained], counted.of_pulls)]
             if clock.up() or (not new and (effort == most or not (rotary or atoms.span.exact))):
                 break
             # A token that these share with others had a sum of gradients: read the rest anew.
@@ -201,14 +201,10 @@ def seeds_of(atoms: Atoms, special: frozenset[int], batch_size: int) -> list[int
     """
     if atoms.first is not None and not len(atoms.mark()):
         return []  # no sentence can begin
-    signal_N = atoms.target_NHK.square().sum((1, 2)) / atoms.noise_NH.square().sum(1)
     tokens = atoms.bag.tokens_N.tolist()
     placed = set(atoms.bag_A[atoms.position_A >= atoms.begin].tolist())
-    seeds = [
-        seed
-        for seed in signal_N.argsort(descending=True).tolist()
-        if seed in placed and tokens[seed] not in special
-    ]
+    clearest = atoms.clearest()
+    seeds = [seed for seed in clearest if seed in placed and tokens[seed] not in special]
     if atoms.span.exact:
         return seeds
     # More tokens than there is room for split no gradient.

@@ -39,7 +39,8 @@ def read_pairs(
         clock: Ends after a climb.
         tell: Called with the number of texts found, the number of all, and the last text.
     """
-    slots, marks = _slots(atoms), {atoms.first, atoms.last}
+    slots = [atoms.token_A[atoms.position_A == place].tolist() for place in range(atoms.positions)]
+    marks = {atoms.first, atoms.last}
     inner = [[token for token in tokens if token not in marks] for tokens in slots]
     begin, end = (() if mark is None else (mark,) for mark in (atoms.first, atoms.last))
     lengths = [
@@ -64,14 +65,6 @@ def read_pairs(
             used.update(enumerate(text))
             tell(len(texts), size, texts[-1])
     return texts
-
-
-def _slots(atoms: Atoms) -> list[list[int]]:
-    """Returns the tokens that may stand at each place."""
-    slots: list[list[int]] = [[] for _ in range(atoms.positions)]
-    for token, place in zip(atoms.token_A.tolist(), atoms.position_A.tolist(), strict=True):
-        slots[place].append(token)
-    return slots
 
 
 def _drawn(

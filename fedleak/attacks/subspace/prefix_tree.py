@@ -39,6 +39,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.subspace.answer import OnJudged, by_excess
@@ -527,8 +528,7 @@ def filled(
 
 def _unit(x_XK1: Tensor) -> Tensor:
     """Returns columns of unit norm."""
-    unit_XK1: Tensor = x_XK1 / x_XK1.norm(dim=-2, keepdim=True).clamp_min(NOTHING)
-    return unit_XK1
+    return F.normalize(x_XK1, dim=-2, eps=NOTHING)
 
 
 def _outside(basis_XGKM: Tensor, x_XNGKS: Tensor) -> Tensor:

@@ -367,21 +367,21 @@ class _Search:
         tried_N = tried_NV.scatter_(1, behind_NJ, math.inf).flatten()
         tried = max(self._effort.tried, behind_NJ.numel())
         pairs_M = tried_N.topk(min(tried, len(tried_N))).indices
+        rows_M, tokens_M = pairs_M // vocabulary, pairs_M % vocabulary
         layers = self._update.mixed
         kept = max(width, self._effort.wide // (len(beam.ids[0]) + 1))
         stages = [(layers, kept)]
         if len(layers) > _DEPTH:
             stages.insert(0, (layers[:_DEPTH], _DEEP))
         for some, count in stages:
-            rows_M, tokens_M = pairs_M // vocabulary, pairs_M % vocabulary
             gain_M, _, _ = self._gain(beam, rows_M, tokens_M, some, clock)
             gain_M += hints_NV[rows_M, tokens_M]
             self._update.most_V.scatter_reduce_(0, tokens_M, gain_M, "amax")
             support_M = beam.support_N[rows_M] + gain_M
             rank_M = support_M - self._worth(_longer(beam, rows_M, tokens_M))
             best_M = rank_M.topk(min(count, len(rank_M))).indices
-            pairs_M, support_M = pairs_M[best_M], support_M[best_M]
-        return pairs_M // vocabulary, pairs_M % vocabulary, support_M
+            rows_M, tokens_M, support_M = rows_M[best_M], tokens_M[best_M], support_M[best_M]
+        return rows_M, tokens_M, support_M
 
     def _worth(self, prefixes: Sequence[Ids]) -> Tensor:
         """Returns what is taken off what speaks for prefixes [N], of one length.

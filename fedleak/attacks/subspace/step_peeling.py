@@ -361,5 +361,4 @@ def alone(rows_OD: Tensor, states_ND: Tensor, noise: float) -> Tensor:
     if singular:
         return states_DN.new_full((states_DN.shape[1],), math.inf)
     along_DN = torch.cholesky_solve(states_DN, root_DD)
-    share_N: Tensor = 1 / (states_DN * along_DN).sum(0)
-    return share_N
+    return 1 / (states_DN * along_DN).sum(0)
