@@ -159,17 +159,14 @@ class Words:
     def marks(self, model: LanguageModel) -> tuple[int | None, int | None]:
         """Returns the words, as indices, that begin and end every text, if these are known."""
         ids = self.ids_V.tolist()
-        first, last = (ends[0] if len(ends) == 1 else None for ends in frame(model))
-        return (
-            ids.index(first) if first in ids else None,
-            ids.index(last) if last in ids else None,
-        )
+        marks = (tokens[0] if len(tokens) == 1 else None for tokens in frame(model))
+        first, last = (ids.index(mark) if mark in ids else None for mark in marks)
+        return first, last
 
     def whole(self) -> Tensor:
         """Returns the inputs [V, T, D] of every word at every place."""
         words = len(self.ids_V)
-        place_A = torch.arange(self.places).repeat(words)
-        word_A = torch.arange(words).repeat_interleave(self.places)
+        word_A, place_A = torch.cartesian_prod(torch.arange(words), torch.arange(self.places)).T
         return self.rows(word_A, place_A).reshape(words, self.places, -1)
 
 
@@ -207,20 +204,12 @@ def pursue(sum_NL: Tensor, enough_N: Tensor, most: int, best: Best) -> Tensor:
     return row_NR
 
 
-class Picked(NamedTuple):
-    """The words and places that explain bins, before tags are known.
-
-    Attributes:
-        word_NR, place_NR: Of each pick; -1 where no more was needed.
-    """
-
-    word_NR: Tensor
-    place_NR: Tensor
-
-
 @torch.no_grad()
-def pick(bins: Bins, words: Words, size: int, rng: torch.Generator) -> Picked:
-    """Returns the few words and places that explain each bin best, outside the tag's numbers.
+def pick(bins: Bins, words: Words, size: int, rng: torch.Generator) -> Tensor:
+    """Returns the few words and places [N, R] that explain each bin, before tags are known.
+
+    A pick is the number of a word times that of places, plus its place; -1 where no more was
+    needed. Only what is outside the tag's numbers counts.
 
     Args:
         bins: The bins.
@@ -247,11 +236,7 @@ def pick(bins: Bins, words: Words, size: int, rng: torch.Generator) -> Picked:
         row_XL = words.rows(word_X, place_X)[:, outside] @ apart_LL
         return word_X * places + place_X, row_XL
 
-    row_NR = pursue(sum_NL, enough_N, PICKS, best)
-    none_NR = row_NR < 0
-    return Picked(
-        (row_NR // places).masked_fill(none_NR, -1), (row_NR % places).masked_fill(none_NR, -1)
-    )
+    return pursue(sum_NL, enough_N, PICKS, best)
 
 
 def whitening(sample_AL: Tensor, noise: float) -> Tensor:
@@ -292,11 +277,8 @@ class _Scores(NamedTuple):
         word_VL = directions.token_VD[words.ids_V.to(device)][:, outside].cpu() @ map_LL
         position_TL = directions.position_PD[:places, outside].cpu() @ map_LL
         constant_L = directions.constant_CD[:, outside].sum(0).cpu() @ map_LL
-        ids_A = words.ids_V.repeat_interleave(places).to(device)
-        place_A = torch.arange(places, device=device).repeat(len(words.ids_V))
-        starts = range(0, len(ids_A), SAMPLE)
-        parts = ((ids_A[a : a + SAMPLE], place_A[a : a + SAMPLE]) for a in starts)
-        sigma_A = torch.cat([words.table.scale(*part) for part in parts])
+        pairs_A2 = torch.cartesian_prod(words.ids_V, torch.arange(places)).to(device)
+        sigma_A = torch.cat([words.table.scale(*part.T) for part in torch.split(pairs_A2, SAMPLE)])
         sigma_VT = sigma_A.reshape(-1, places).cpu()
         both_VT = word_VL @ position_TL.T
         square_VT = word_VL.square().sum(1)[:, None] + position_TL.square().sum(1) + 2 * both_VT
@@ -313,8 +295,7 @@ class _Scores(NamedTuple):
         words, places = self.per_sigma_VT.shape
         picks = []
         bins = max(1, _AT_ONCE // (words * places))
-        for start in range(0, len(rest_XL), bins):
-            part_XL = rest_XL[start : start + bins]
+        for part_XL in torch.split(rest_XL, bins):
             at_place_XT = part_XL @ self.position_TL.T
             score_XVT = (part_XL @ self.word_VL.T)[:, :, None] + at_place_XT[:, None]
             score_XVT *= self.per_sigma_VT

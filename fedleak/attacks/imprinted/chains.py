@@ -16,7 +16,7 @@ Shapes: K numbers of a tag, V words, T places of the table, P nodes, Q tokens, X
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import permutations
+from itertools import compress, permutations
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from fedleak.attacks.imprinted.bins import ROUNDING, Bins, Words, whitening
 from fedleak.attacks.imprinted.checksum import Text, expected
-from fedleak.attacks.imprinted.slots import CLEAR, explained
+from fedleak.attacks.imprinted.slots import explained, fitted
 from fedleak.attacks.imprinted.tags import EXACT, SIGMAS, Split
 from fedleak.attacks.server_modes.sectors import Sectors
 from fedleak.models.family import TokenTable
@@ -122,7 +122,7 @@ class Chains:
             opening: The word, as an index, that begins every text and is nowhere else; None: none.
         """
         self.opening, self.table, self.everything = opening, table, everything
-        self.bins, self.words, self.known, self.exact = bins, words, known, exact
+        self.bins, self.words, self.known = bins, words, known
         self.rotary = table.position_PD is None
         places = range(words.places)
         self.part_VTK = torch.stack([self._projected(words.ids_V, place) for place in places], 1)
@@ -317,9 +317,8 @@ class Chains:
         ]
         if not behind:
             return False
-        words = len(self.words.ids_V)
-        word_C = torch.arange(words).repeat(len(behind))
-        node_C = torch.tensor(behind).repeat_interleave(words)
+        vocabulary = torch.arange(len(self.words.ids_V))
+        node_C, word_C = torch.cartesian_prod(torch.tensor(behind), vocabulary).T
         place_C = torch.tensor(self.tree.places)[node_C] + 1
         part_CK = self.part_VTK[word_C, torch.zeros_like(place_C) if self.rotary else place_C]
         sum_CK = torch.stack(self.tree.sums)[node_C] + part_CK
@@ -341,11 +340,9 @@ class Chains:
             for pick in picks or ():
                 # Texts with the same words in another order so far go on alike.
                 alike_X = (row_XD - row_XD[pick]).norm(dim=1) <= 1e-5 * row_XD[pick].norm()
-                for index in (alike_X.nonzero()[:, 0] - len(nodes)).tolist():
-                    if index >= 0:
-                        candidate = int(may_X[index])
-                        word, node = int(word_C[candidate]), int(node_C[candidate])
-                        self.tree.add(node, word, part_CK[candidate])
+                for candidate in may_X[alike_X[len(nodes) :]].tolist():
+                    word, node = int(word_C[candidate]), int(node_C[candidate])
+                    self.tree.add(node, word, part_CK[candidate])
         return len(self.tree.words) > before
 
     def _is(self, node: int, part: Split, own: int) -> bool:
@@ -359,17 +356,14 @@ class Chains:
 
     def _explained(self) -> tuple[dict[int, list[int]], set[int], set[int]]:
         """Returns the nodes in each bin, the bins they do not explain, and the nodes in others."""
-        inside, unexplained, clear = self._inside(), set(), set()
+        inside, unexplained, clear = self._inside(), set[int](), set[int]()
         for number in self.used:
             nodes, limit = inside.get(number, []), float(self.bins.limit_N[number])
-            system_DX, sum_D = self._rows(nodes).T.double(), self.bins.sum_ND[number].double()
-            inverse_XD = torch.linalg.pinv(system_DX)
-            weight_X = inverse_XD @ sum_D
-            if not float((sum_D - system_DX @ weight_X).norm()) <= limit:
+            _, rest_D, clear_X = fitted(self.bins.sum_ND[number], self._rows(nodes), limit)
+            if float(rest_D.norm()) <= limit:
+                clear.update(compress(nodes, clear_X.tolist()))
+            else:
                 unexplained.add(number)
-                continue
-            clear_X = weight_X.abs() > CLEAR * limit * inverse_XD.norm(dim=1)
-            clear |= {node for node, shown in zip(nodes, clear_X.tolist(), strict=True) if shown}
         return inside, unexplained, clear
 
     def texts(self) -> list[Text]:
@@ -395,8 +389,7 @@ class Chains:
         """
         own_VD, every_VD = self.words.first(), self.everything.first()
         near_VV = torch.cdist(own_VD, every_VD) <= _TWINS * own_VD.norm(dim=1, keepdim=True)
-        twins: list[int] = (near_VV.sum(1) > 1).nonzero()[:, 0].tolist()
-        return set(twins)
+        return set((near_VV.sum(1) > 1).nonzero()[:, 0].tolist())
 
     def _projected(self, ids_V: Tensor, place: int) -> Tensor:
         """Returns the projections [V, K] of words at a place."""

@@ -12,6 +12,7 @@ bin, R picks.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ MOST = 100_000_000
 _PICKS = 12
 """Tokens of a bin."""
 
-CLEAR = 3.0
+_CLEAR = 3.0
 """A token is in a bin if it is so many times larger there than what may be left of the bin."""
 
 
@@ -217,16 +218,23 @@ def explained(
     for _ in range(2):
         if not picks:
             return None
-        system_DR = row_CD[picks].T.double()
-        inverse_RD = torch.linalg.pinv(system_DR)
-        weight_R = inverse_RD @ sum_D.double()
-        rest_D = sum_D.double() - system_DR @ weight_R
+        weight_R, rest_D, clear_R = fitted(sum_D, row_CD[picks], limit)
         little = float(rest_D.norm()) <= limit
         if not (little if explains is None else explains(picks, weight_R, rest_D)):
             return None
-        # What a token has that no other one of the bin has.
-        clear_R = weight_R.abs() > CLEAR * limit * inverse_RD.norm(dim=1)
         if clear_R.all():
             return picks
-        picks = [pick for pick, clear in zip(picks, clear_R.tolist(), strict=True) if clear]
+        picks = [*compress(picks, clear_R.tolist())]
     return None
+
+
+def fitted(sum_D: Tensor, row_RD: Tensor, limit: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the weights [R] of rows in a sum, what they leave [D], and which are clear [R].
+
+    A row is clear if the sum has what no other row has, more than `limit`, its noise, allows.
+    """
+    system_DR, sum_D = row_RD.T.double(), sum_D.double()
+    inverse_RD = torch.linalg.pinv(system_DR)
+    weight_R = inverse_RD @ sum_D
+    clear_R = weight_R.abs() > _CLEAR * limit * inverse_RD.norm(dim=1)
+    return weight_R, sum_D - system_DR @ weight_R, clear_R

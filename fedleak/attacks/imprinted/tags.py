@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedleak.attacks.imprinted.bins import Bins, Picked, Words
+from fedleak.attacks.imprinted.bins import Bins, Words
 
 SIGMAS = 5.0
 """Errors of a tag that it may be off by."""
@@ -99,13 +99,13 @@ def split(
 
 
 @torch.no_grad()
-def splits(bins: Bins, words: Words, picked: Picked, size: int) -> list[Split]:
+def splits(bins: Bins, words: Words, pick_NR: Tensor, size: int) -> list[Split]:
     """Returns the bins that their picks explain exactly."""
     exact = []
     for number in bins.used():
-        used_R = picked.word_NR[number] >= 0
-        if used_R.any() and not used_R.all():
-            word_M, place_M = picked.word_NR[number, used_R], picked.place_NR[number, used_R]
+        pick_M = pick_NR[number, pick_NR[number] >= 0]
+        if 0 < len(pick_M) < pick_NR.shape[1]:
+            word_M, place_M = pick_M // words.places, pick_M % words.places
             exact.append(split(bins, number, words, word_M, place_M, size))
     return [known for known in exact if known is not None]
 

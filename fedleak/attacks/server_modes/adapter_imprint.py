@@ -156,5 +156,4 @@ def _queries(key_XTHK: Tensor, inside_XT: Tensor, rng: torch.Generator) -> Tenso
         optimiser.zero_grad()
         ((unseen_XT * wanted_XT[chosen]).sum() / wanted_XT[chosen].sum()).backward()  # type: ignore[no-untyped-call]
         optimiser.step()
-    looks_HK: Tensor = query_HK.detach()
-    return looks_HK
+    return query_HK.detach()
