@@ -307,8 +307,6 @@ def _labels(
     if counts is None or size == 1:
         return list(islice(product(classes, repeat=size), most))
     sorted_labels = [label for label, count in enumerate(counts) for _ in range(count)]
-    label_orders = {tuple(sorted_labels): None}
-    for _ in range(8 * most):
-        order = torch.randperm(size, generator=rng).tolist()
-        label_orders[tuple(sorted_labels[i] for i in order)] = None
-    return list(label_orders)[:most]
+    orders = (torch.randperm(size, generator=rng).tolist() for _ in range(8 * most))
+    shuffled = (tuple(sorted_labels[i] for i in order) for order in orders)
+    return list(dict.fromkeys([tuple(sorted_labels), *shuffled]))[:most]

@@ -59,11 +59,8 @@ def best_of_sequence(
 
 def best_of_batch(search: Search, tried_RKBT: Tensor, lm_penalty_RK: Tensor) -> Best:
     """Returns the best of candidates for a whole batch, as far as time allows."""
-
-    def scores(judge: Objective) -> Callable[[Tensor], Tensor]:
-        return lambda tried_RKBT: judge.scores(judge.space.exact(judge.rows, tried_RKBT))
-
-    return _best(search, tried_RKBT, lm_penalty_RK, scores, tried_RKBT.shape[2])
+    sequences = tried_RKBT.shape[2]
+    return _best(search, tried_RKBT, lm_penalty_RK, lambda judge: judge.scores_of_tokens, sequences)
 
 
 def _best(

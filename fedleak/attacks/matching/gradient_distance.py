@@ -130,7 +130,8 @@ def squared_and_absolute(gradients: Gradients, target: Target) -> Tensor:
     It is summed over tensors. The weight is the same for every tensor, as in LAMP's comparison with
     TAG. The target must be whole, without factors.
     """
-    total_RK = _zero(target)
+    first_R = next(iter(target.norms.values()))
+    total_RK = first_R.new_zeros(len(first_R), 1)
     for name, gradient in gradients.items():
         observed = _formed(target.tensors[name])
         present_R1 = (target.norms[name] > 0).to(total_RK.dtype)[:, None]
@@ -275,14 +276,13 @@ class _OfWeight(torch.autograd.Function):
         grams: list[tuple[int, int, Tensor, Tensor]] = []
         terms = [_sum(a * b) for a, b in seen]
         inner_RK = sum(terms[1:], terms[0])
-        square_RK: Tensor | None = None
+        squares = []
         for i, (left, right) in enumerate(parts):
             for j, (left_too, right_too) in enumerate(parts[: i + 1]):
                 left_gram, right_gram = left @ left_too.mT, right @ right_too.mT
                 grams.append((i, j, left_gram, right_gram))
-                term_RK = _sum(left_gram * right_gram) * (1 if i == j else 2)
-                square_RK = term_RK if square_RK is None else square_RK + term_RK
-        assert square_RK is not None
+                squares.append(_sum(left_gram * right_gram) * (1 if i == j else 2))
+        square_RK = sum(squares[1:], squares[0])
         if any(ctx.needs_input_grad[1:]):
             ctx.parts, ctx.seen, ctx.grams, ctx.observed = parts, seen, grams, observed
         return inner_RK, square_RK
@@ -351,11 +351,6 @@ def _with_rows(gradient: Tensor, rows: int) -> Tensor:
     if gradient.dim() != 4 or gradient.shape[2] == rows:
         return gradient
     return torch.nn.functional.pad(gradient, (0, 0, 0, rows - gradient.shape[2]))
-
-
-def _zero(target: Target) -> Tensor:
-    first_R = next(iter(target.norms.values()))
-    return first_R.new_zeros(len(first_R), 1)
 
 
 def of_nothing(distance: Distance, target: Target) -> Tensor:

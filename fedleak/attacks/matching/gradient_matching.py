@@ -335,7 +335,7 @@ def distances(objective: Objective, guesses: Sequence[Found]) -> Tensor:
     rows_U = torch.tensor([guess.row_index for guess in guesses], device=objective.victim_R.device)
     of_each = objective.take(rows_U)
     ids_UBT = torch.stack([guess.ids_BT for guess in guesses])
-    apart_U = of_each.scores(of_each.space.exact(of_each.rows, ids_UBT[:, None]))[:, 0]
+    apart_U = of_each.scores_of_tokens(ids_UBT[:, None])[:, 0]
     return apart_U.clamp_min(0)  # of equal gradients rounding may leave less
 
 
@@ -370,7 +370,6 @@ def answer(
     if not victim.shapes.lengths_known and not apart < _CHANCE * chance:
         reason = "lengths are not known, and none of those tried comes near the update"
         return Reconstruction.abstained(reason, distance=apart)
-    seen = victim.seen
     return Reconstruction(
         status=Status.RECOVERED,
         sequences=tuple(sequences),
@@ -383,5 +382,5 @@ def answer(
             "candidates": {"shapes": len(victim.shapes.each)}
             | ({} if victim.bag_M is None else {"tokens": len(victim.bag_M)}),
         },
-        verified=proves(model, sequences, seen, clock),
+        verified=proves(model, sequences, victim.seen, clock),
     )

@@ -126,23 +126,26 @@ class Objective:
     def _norm(self) -> Tensor:
         return mean_norm(self.space.table_VD)
 
+    @torch.no_grad()
     def scores(self, guess: Guess) -> Tensor:
         """Returns the distances [R, K] of whole batches."""
-        with torch.no_grad():
-            gradients = self.gradients(guess, self.rows, differentiable=False)
-            return self._distance(gradients)
+        return self._distance(self.gradients(guess, self.rows, differentiable=False))
 
+    def scores_of_tokens(self, ids_RKBT: Tensor) -> Tensor:
+        """Returns the distances [R, K] of whole batches of tokens."""
+        return self.scores(self.space.exact(self.rows, ids_RKBT))
+
+    @torch.no_grad()
     def equal(self, ids_RBT: Tensor) -> Tensor:
         """Returns whether the gradients [R] of tokens are those observed, but for rounding.
 
         By the cosine of each tensor: large tensors hide the small ones in a squared distance.
         """
         guess = self.space.exact(self.rows, ids_RBT[:, None])
-        with torch.no_grad():
-            gradients = self.gradients(guess, self.rows, differentiable=False)
-            equal_R: Tensor = Cosine()(gradients, self.target)[:, 0] < self.exact_R
-        return equal_R
+        gradients = self.gradients(guess, self.rows, differentiable=False)
+        return Cosine()(gradients, self.target)[:, 0] < self.exact_R
 
+    @torch.no_grad()
     def other_sequences(self, guess: Guess, b: int) -> Gradients | None:
         """Returns the gradients of all sequences but b; None if there are no others.
 
@@ -152,16 +155,14 @@ class Objective:
         if not others:
             return None
         rows = self.rows.sequences_of(others)
-        with torch.no_grad():
-            return self.gradients(guess.sequences(others, rows.length), rows, differentiable=False)
+        return self.gradients(guess.sequences(others, rows.length), rows, differentiable=False)
 
+    @torch.no_grad()
     def scores_of_sequence(self, guess: Guess, b: int, others: Gradients | None) -> Tensor:
         """Returns the distances [R, K] of batches with these guesses of sequence b."""
         rows = self.rows.sequences_of([b])
-        with torch.no_grad():
-            gradients = self.gradients(guess, rows, differentiable=False)
-            whole = gradients if others is None else added(others, gradients)
-            return self._distance(whole)
+        gradients = self.gradients(guess, rows, differentiable=False)
+        return self._distance(gradients if others is None else added(others, gradients))
 
     def chunks(self, guesses: int, sequences: int) -> Iterator[slice]:
         """Yields slices of every row's guesses: as many as are scored in one pass."""
@@ -294,8 +295,8 @@ def _mixtures(
     for hint_TM, victim in zip(hint_UTM, victims, strict=True):
         words_MD = victim.words_MD
         if words_MD is not None:
+            hint_TM[:, : len(words_MD)] = _hint(victim, model, length, words_MD)
             words_MD = F.pad(words_MD, (0, 0, 0, ids_UM.shape[1] - len(words_MD)))
-            hint_TM.copy_(_hint(victim, model, length, words_MD))
         padded.append(words_MD)
     space = TokenMixtures(
         model=model,
@@ -326,13 +327,10 @@ def _hint(victim: Victim, model: LanguageModel, length: int, words_MD: Tensor) -
     token that occurs once is the gradient at its place. Least squares then finds this place.
     """
     position_PD = victim.observed.get(model.family.position_embedding or "")
-    share_TM = words_MD.new_zeros(length, len(words_MD))
-    if position_PD is not None:
-        tokens = len(victim.bag_M) if victim.bag_M is not None else 0
-        wanted_TD = position_PD[:length]
-        share_MT = torch.linalg.pinv(words_MD[:tokens].double().T) @ wanted_TD.double().T
-        share_TM[:, :tokens] = share_MT.T.clamp(0, 1).to(share_TM)
-    return share_TM
+    if position_PD is None:
+        return words_MD.new_zeros(length, len(words_MD))
+    share_MT: Tensor = torch.linalg.pinv(words_MD.double().T) @ position_PD[:length].double().T
+    return share_MT.T.clamp(0, 1).to(words_MD)
 
 
 def _allowed(model: LanguageModel, faithful: bool) -> Tensor:

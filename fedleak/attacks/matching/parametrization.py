@@ -194,11 +194,9 @@ class TokenMixtures:
             tokens_M = self.ids_RM[r, self.there_RM[r]]
             score_NM = score_RKBTM[r, k, free_BT][:, : len(tokens_M)]
             best_N = score_NM.argmax(-1)
-            if not self.complete:
-                ids_RKBT[r, k, free_BT] = tokens_M[best_N]
-                continue
-            place, token = linear_sum_assignment(score_NM.cpu().numpy(), maximize=True)
-            best_N[torch.from_numpy(place)] = torch.from_numpy(token).to(best_N.device)
+            if self.complete:
+                place, token = linear_sum_assignment(score_NM.cpu().numpy(), maximize=True)
+                best_N[torch.from_numpy(place)] = torch.from_numpy(token).to(best_N.device)
             ids_RKBT[r, k, free_BT] = tokens_M[best_N]
         return ids_RKBT
 

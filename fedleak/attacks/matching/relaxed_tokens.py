@@ -106,7 +106,7 @@ def improved(search: Search, variables_RBTF: Tensor) -> tuple[Tensor, Tensor]:
     objective, config, rng, watch = search
     ids_RBT = objective.nearest_tokens(variables_RBTF)
     lm_penalty_R = _batch_penalty(search, ids_RBT)
-    apart_R = objective.scores(objective.space.exact(objective.rows, ids_RBT[:, None]))[:, 0]
+    apart_R = objective.scores_of_tokens(ids_RBT[:, None])[:, 0]
     going_S = torch.arange(len(rng), device=ids_RBT.device)
     for _ in range(config.sweeps):
         if not len(going_S) or watch.up():
@@ -230,8 +230,7 @@ def exchange_candidates(search: Search, ids_RBT: Tensor) -> Tensor:
             if search.watch.up():
                 break
             both_T = free_BT[b] & free_BT[c]
-            both_T = both_T & (torch.arange(len(both_T), device=both_T.device) >= place)
-            both_T = both_T & (torch.arange(len(both_T), device=both_T.device) < place + stop)
+            both_T[:place] = both_T[place + stop :] = False
             if both_T.any() and not torch.equal(now_BT[b, both_T], now_BT[c, both_T]):
                 other_BT = now_BT.clone()
                 other_BT[b, both_T], other_BT[c, both_T] = now_BT[c, both_T], now_BT[b, both_T]

@@ -70,10 +70,8 @@ def sampled(length: int, draws: int, rng: torch.Generator) -> list[Order]:
     A quarter of the moves each are swaps, and moves of a token, of a subsequence, and of a prefix
     to the end.
     """
-    orders = {tuple(range(length)): None}
-    for order in random_moves(length, draws, rng) if length > 1 else ():
-        orders[order] = None
-    return list(orders)
+    moves = random_moves(length, draws, rng) if length > 1 else ()
+    return list(dict.fromkeys([tuple(range(length)), *moves]))
 
 
 def random_moves(length: int, draws: int, rng: torch.Generator) -> Iterator[Order]:

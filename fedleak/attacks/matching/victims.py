@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedleak.attacks.certificate import as_gradient
-from fedleak.attacks.matching.batch_structure import NO_CLUES, Clues, Shapes, bag, shapes
+from fedleak.attacks.matching.batch_structure import Clues, Shapes, bag, shapes
 from fedleak.models import LanguageModel
 from fedleak.training.observation import Observation
 
@@ -55,7 +55,7 @@ def victim_of(
     *,
     most_shapes: int,
     faithful: bool,
-    clues: Clues = NO_CLUES,
+    clues: Clues,
 ) -> Victim:
     """Returns an observation as a victim.
 

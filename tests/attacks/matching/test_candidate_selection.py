@@ -1,7 +1,5 @@
 """The best of what was tried, with and without a rough judge before the exact one."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -15,17 +13,14 @@ pytestmark = pytest.mark.core
 class Judge:
     """An objective that knows the distance of each guess, and looks at a few at a time."""
 
-    rows = None
-    space = SimpleNamespace(exact=lambda rows, tried_RKBT: tried_RKBT[..., 0, 0])
-
     def __init__(self, apart_RK, rough=None):
         self.apart_RK, self.rough = apart_RK, rough
 
     def chunks(self, guesses, sequences):
         return (slice(i, i + 7) for i in range(0, guesses, 7))
 
-    def scores(self, tried_RK):
-        return self.apart_RK.gather(1, tried_RK)
+    def scores_of_tokens(self, tried_RKBT):
+        return self.apart_RK.gather(1, tried_RKBT[..., 0, 0])
 
 
 def best(exact_RK, rough_RK, lm_penalty_RK, watch=UNWATCHED):
