@@ -613,7 +613,7 @@ def proves(
     if not is_linear(seen) or not 0 < len(sequences) == seen.update.num_examples:
         return False
     end = close(model, ())
-    inputs = [ids[: len(ids) - len(end)] if ids[-1:] == end else ids for ids in sequences]
+    inputs = [opened(model, ids) if ids[-1:] == end else ids for ids in sequences]
     # Inputs may themselves end with an end token: then the first reading cuts off too much.
     return any(
         _is_batch(model, batch, seen, clock)

@@ -223,8 +223,7 @@ def _by_signs(
         sequences,
         [1 - alike] * texts,
         tokens=sorted(table.words_M.tolist()),
-        diagnostics={"alike": alike, "likely": [likely] * texts}
-        | ({"time_up": True} if clock.rang else {}),
+        diagnostics={"alike": alike, "likely": [likely] * texts} | clock.late(),
         reason=f"nothing proved: {100 * alike:.0f} % of signs are those of the update",
     )
     return Reading.of(answer, settled=likely)

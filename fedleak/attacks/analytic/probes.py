@@ -50,7 +50,8 @@ class Probes:
             used = used_rows(tensors[family.word_embedding])
             if used is not None:
                 tokens = tuple(used.rows)
-                diagnostics["token_gap"] = _json(used.gap)
+                # JSON has no infinity.
+                diagnostics["token_gap"] = used.gap if math.isfinite(used.gap) else "infinite"
         position = family.position_embedding
         if position is not None and position in tensors:
             longest = longest_sequence(tensors[position])
@@ -74,8 +75,3 @@ class Probes:
         return Reconstruction(
             status=Status.RECOVERED, tokens=tokens, facts=facts, diagnostics=diagnostics
         )
-
-
-def _json(value: float) -> float | str:
-    """JSON has no infinity."""
-    return value if math.isfinite(value) else "infinite"
