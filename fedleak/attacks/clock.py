@@ -7,9 +7,14 @@ time that the part will take as far as known, and does not begin a part that wou
 import math
 import time
 from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from typing import Annotated, TypeVar
+
+from pydantic import Field
 
 Part = TypeVar("Part")
+
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+"""A limit of time that an attack may be given."""
 
 MOMENT = 1e-3
 """Seconds left on a clock whose time is up: no search has a limit of zero."""

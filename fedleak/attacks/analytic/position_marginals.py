@@ -34,16 +34,15 @@ Shapes: V words, M words that may be used, T places, D hidden size, R rank of th
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
 from fedleak.attacks import AttackSetting, Show, certificate
 from fedleak.attacks.analytic.sign_tables import SAME, Climb, SignTable
-from fedleak.attacks.clock import Clock
+from fedleak.attacks.clock import Clock, Seconds
 from fedleak.attacks.reconstruction import Ids, Reconstruction
 from fedleak.attacks.subspace.answer import Reader, Reading, answer_of
 from fedleak.models import LanguageModel
@@ -140,7 +139,7 @@ class PositionMarginals(Reader):
 
     kind: ClassVar[str] = "position_marginals"
     uses: ClassVar[frozenset[str]] = frozenset()
-    seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    seconds: Seconds | None = None
 
     def obstacle(self, setting: AttackSetting) -> str | None:
         """Needs the gradients of the word embedding and of learned positions."""

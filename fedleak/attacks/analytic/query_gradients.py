@@ -31,10 +31,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from statistics import median
-from typing import Annotated, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from fedleak.attacks import AttackSetting, Show, certificate
@@ -48,7 +47,7 @@ from fedleak.attacks.analytic.query_equations import (
     mended,
     relaxed,
 )
-from fedleak.attacks.clock import Clock
+from fedleak.attacks.clock import Clock, Seconds
 from fedleak.attacks.reconstruction import Ids
 from fedleak.attacks.subspace.answer import (
     Judged,
@@ -64,6 +63,7 @@ from fedleak.attacks.subspace.span import SPARE
 from fedleak.models import LanguageModel
 from fedleak.models.family import heads
 from fedleak.training.observation import Observation
+from fedleak.util.lists import grouped
 
 _EMPTY = 1e-5
 """A row that is smaller than this, as a share of the largest one, belongs to no text."""
@@ -103,7 +103,7 @@ class QueryGradients(Reader):
 
     kind: ClassVar[str] = "query_gradients"
     uses: ClassVar[frozenset[str]] = frozenset()
-    seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    seconds: Seconds | None = None
 
     def obstacle(self, setting: AttackSetting) -> str | None:
         """Needs both embeddings and all of the first attention, of a classifier."""
@@ -253,9 +253,8 @@ class Split:
             tried: By the number of a word, the residuals that its tries left on this split.
         """
         turns = Counter(turn for residuals in tried.values() for turn in range(len(residuals)))
-        waiting: dict[int, list[int]] = defaultdict(list)
-        for number in range(len(self.clear_N)):
-            waiting[len(tried.get(number, ()))].append(number)
+        numbers = range(len(self.clear_N))
+        waiting = grouped(numbers, lambda number: len(tried.get(number, ())))
         waiting.pop(len(_LIKELIEST), None)
         if not waiting:
             return None

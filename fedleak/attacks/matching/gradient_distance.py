@@ -24,6 +24,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from fedleak.util.lists import grouped
+
 TOGETHER = {"cpu": 64, "cuda": 4096}
 """Weights of one shape are processed together up to so many tokens of all rows and guesses.
 
@@ -195,9 +197,7 @@ _whole_weight: Callable[..., Tensor] = _WholeWeight.apply
 def _products(gradients: Gradients, target: Target) -> tuple[Tensor, Tensor, Tensor]:
     """Returns <G*, G> and |G|^2 [P, R, K] of P parameters, and |G*| [P, R, 1]."""
     # Gradients of the same shape together: there are many, and most are small.
-    alike: dict[Hashable, list[str]] = {}
-    for name, gradient in gradients.items():
-        alike.setdefault(_kind(name, gradient, target.tensors[name]), []).append(name)
+    alike = grouped(gradients, lambda name: _kind(name, gradients[name], target.tensors[name]))
     inner: dict[str, Tensor] = {}
     square: dict[str, Tensor] = {}
     for names in alike.values():

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fedleak.attacks import AttackSetting, OnProgress, Progress
 from fedleak.attacks.certificate import proves
-from fedleak.attacks.clock import Clock
+from fedleak.attacks.clock import Clock, Seconds
 from fedleak.attacks.matching.batch_structure import NO_CLUES, Clues, Shape
 from fedleak.attacks.matching.gradient_distance import Loss
 from fedleak.attacks.matching.objective import Objective, joint_objective
@@ -107,7 +107,7 @@ class GradientMatching(ABC):
     precision: Literal["float32", "mixed"] = "float32"
     starts: Count = 2
     shapes: Count = 16
-    seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    seconds: Seconds | None = None
 
     @property
     def faithful(self) -> bool:

@@ -14,6 +14,7 @@ from fedleak.attacks.certificate import as_gradient
 from fedleak.attacks.matching.batch_structure import Clues, Shapes, bag, shapes
 from fedleak.models import LanguageModel
 from fedleak.training.observation import Observation
+from fedleak.util.lists import grouped
 
 PASS = {"cpu": 32, "cuda": 1024}
 """The fixed cost of a pass over the model, in tokens.
@@ -129,18 +130,16 @@ def alike(victims: Mapping[int, Victim], starts: int, device: torch.device) -> l
         starts: Random starts that are optimised for each shape.
         device: The device they are optimised on.
     """
-    groups: dict[object, list[int]] = {}
-    for i, victim in victims.items():
-        kind = (
-            tuple(victim.observed),
-            victim.bag_M is None,
-            victim.complete,
-            victim.words_MD is None,
-        )
-        groups.setdefault(kind, []).append(i)
+
+    def kind(number: int) -> tuple[object, ...]:
+        victim = victims[number]
+        parametrization = (victim.bag_M is None, victim.complete, victim.words_MD is None)
+        return (*victim.observed, *parametrization)
+
     sizes = {i: _size(victim, starts) for i, victim in victims.items()}
     a_pass = PASS.get(device.type, PASS["cpu"])
-    return [part for group in groups.values() for part in parts(group, sizes, a_pass)]
+    groups = grouped(victims, kind).values()
+    return [part for group in groups for part in parts(group, sizes, a_pass)]
 
 
 def _size(victim: Victim, starts: int) -> Size:

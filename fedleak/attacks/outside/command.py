@@ -15,12 +15,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import IO, Annotated, ClassVar
+from typing import IO, ClassVar
 
 import torch
-from pydantic import Field
 
 from fedleak.attacks import AttackSetting
+from fedleak.attacks.clock import Seconds
 from fedleak.attacks.outside import keeper
 from fedleak.attacks.outside.exchange import AnswerFileError, read_answer, write_observation
 from fedleak.attacks.reconstruction import Reconstruction, Status
@@ -63,7 +63,7 @@ class Command:
     slow: ClassVar[bool] = True
     outside: ClassVar[bool] = True
     command: str
-    seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
+    seconds: Seconds = 600.0
     environment: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

@@ -133,8 +133,7 @@ class Imprint(ServerMode):
         block.biases["f"][:neurons] -= steep * edge_N
 
         along_D = F.normalize(torch.randn(width, generator=rng), dim=0)
-        sign_N = torch.ones(neurons)
-        sign_N[1::2] = -1
+        sign_N = (-1.0) ** torch.arange(neurons)
         written = sectors.SHARE * gain * math.sqrt(width) / self.slope
         block.second[:, :neurons] += written * along_D[:, None] * sign_N
         others = len(block.first) - neurons

@@ -239,8 +239,7 @@ def plant(
         moment_DD += _RIDGE * moment_DD.diagonal().mean() * torch.eye(width)
         parts.up.add_(torch.linalg.solve(moment_DD, row_MD.mean(0)) / gain)
     along_D = torch.nn.functional.pad(torch.randn(width - size, generator=rng), (size, 0))
-    sign_N = torch.ones(neurons)
-    sign_N[1::2] = -1
+    sign_N = (-1.0) ** torch.arange(neurons)
     written = SHARE * float(stream_MD.norm(dim=1).median()) / slope
     parts.second.add_(written * (along_D / along_D.norm())[:, None] * sign_N)
     return {name: value.to(device) for name, value in changed.items()}

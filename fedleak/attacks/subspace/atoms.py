@@ -20,6 +20,7 @@ from fedleak.attacks.reconstruction import Ids
 from fedleak.attacks.subspace.span import ACCEPT, Span, row_space
 from fedleak.attacks.subspace.token_bag import TokenBag, pairs, read_token_bag
 from fedleak.models import LanguageModel
+from fedleak.models.family import heads
 
 NOTHING = 1e-300
 """A norm that is below this is zero."""
@@ -237,8 +238,8 @@ def atoms_of(
     spanning = {"query": k_AHK, "key": q_AHK}
     sides = [side for side in spanning if side in by_side]
     values = [bag.coefficients(by_side[side]) for side in sides]
-    split = (len(bag.tokens_N), block.num_heads, -1)
-    target_NHK = torch.cat([coeffs.value_NO.reshape(split) for coeffs in values], 1)
+    target_NHK = torch.cat([heads(coeffs.value_NO, block.num_heads) for coeffs in values], 1)
+    noise_NHK = torch.cat([heads(coeffs.noise_NO, block.num_heads) for coeffs in values], 1)
     vector_HAK = torch.cat([spanning[side].double().transpose(0, 1) for side in sides])
     first, last = None, None
     if not family.causal:
@@ -255,9 +256,7 @@ def atoms_of(
             [side == "key" for side in sides for _ in range(block.num_heads)]
         ).to(x_AD.device),
         target_NHK=target_NHK,
-        noise_NH=torch.cat(
-            [coeffs.noise_NO.reshape(split).square().mean(-1).sqrt() for coeffs in values], 1
-        ),
+        noise_NH=noise_NHK.square().mean(-1).sqrt(),
         causal=family.causal,
         first=first,
         last=last,

@@ -25,7 +25,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedleak.attacks import AttackSetting, Show, certificate
-from fedleak.attacks.clock import Clock
+from fedleak.attacks.clock import Clock, Seconds
 from fedleak.attacks.subspace.answer import (
     Reader,
     Reading,
@@ -74,7 +74,7 @@ class Dager(Reader):
     searches: Annotated[int, Field(ge=1)] = 4
     kicks: Annotated[int, Field(ge=0)] = 32
     certify: bool = True
-    seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    seconds: Seconds | None = None
 
     def obstacle(self, setting: AttackSetting) -> str | None:
         """Needs gradients of attention weights, or of their adapters, of the first two layers."""

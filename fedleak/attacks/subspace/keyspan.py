@@ -36,7 +36,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedleak.attacks import AttackSetting, Show, certificate
-from fedleak.attacks.clock import Clock
+from fedleak.attacks.clock import Clock, Seconds
 from fedleak.attacks.reconstruction import Ids, Reconstruction
 from fedleak.attacks.subspace.answer import (
     Judged,
@@ -89,7 +89,7 @@ class Keyspan(Reader):
     kind: ClassVar[str] = "keyspan"
     uses: ClassVar[frozenset[str]] = frozenset()
     beam: Annotated[int, Field(ge=1)] = 8
-    seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    seconds: Seconds | None = None
 
     def obstacle(self, setting: AttackSetting) -> str | None:
         """Needs the query or the key matrix of the first layer; of a rotary model, the query."""

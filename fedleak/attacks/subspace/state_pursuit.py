@@ -41,7 +41,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedleak.attacks import AttackSetting, Show, certificate, replay
-from fedleak.attacks.clock import UNLIMITED, Clock
+from fedleak.attacks.clock import UNLIMITED, Clock, Seconds
 from fedleak.attacks.reconstruction import Ids
 from fedleak.attacks.subspace.answer import Judged, Reader, Reading, ranked, recovered, telling
 from fedleak.attacks.subspace.goodness_of_fit import leaves_only_blur
@@ -146,7 +146,7 @@ class StatePursuit(Reader):
     uses: ClassVar[frozenset[str]] = frozenset()
     width: Annotated[int, Field(ge=1)] = 12
     longest: Annotated[int, Field(ge=1)] = 64
-    seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    seconds: Seconds | None = None
 
     def obstacle(self, setting: AttackSetting) -> str | None:
         """Needs attention weights of a causal model, or their adapters, of some layer."""

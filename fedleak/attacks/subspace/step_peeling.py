@@ -24,16 +24,15 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, combinations, islice
 from operator import eq
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
 from fedleak.attacks import AttackSetting, Show, certificate, replay
 from fedleak.attacks.certificate import NOTHING_PROVED
-from fedleak.attacks.clock import Clock
+from fedleak.attacks.clock import Clock, Seconds
 from fedleak.attacks.listening import listening
 from fedleak.attacks.subspace.answer import (
     Judged,
@@ -89,7 +88,7 @@ class StepPeeling(Reader):
     kind: ClassVar[str] = "step_peeling"
     slow: ClassVar[bool] = True
     uses: ClassVar[frozenset[str]] = frozenset({"batch_size"})
-    seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 120.0
+    seconds: Seconds | None = 120.0
 
     def obstacle(self, setting: AttackSetting) -> str | None:
         """Needs weights after several steps of next-token training, and what DAGER needs."""
@@ -189,11 +188,10 @@ class _Peeling:
     def _sizes(self) -> list[tuple[int, ...]]:
         """Returns how many texts each step may have: all that the number of steps admits."""
         count = self.seen.update.num_examples
-        sizes = list[tuple[int, ...]]()
-        for passes, size in replay.passes_and_sizes(self.seen, count):
-            whole, rest = divmod(count, size)
-            sizes.append(((size,) * whole + ((rest,) if rest else ())) * passes)
-        return sizes
+        return [
+            tuple(min(size, count - start) for start in range(0, count, size)) * passes
+            for passes, size in replay.passes_and_sizes(self.seen, count)
+        ]
 
     def _rest(
         self,
