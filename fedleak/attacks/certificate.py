@@ -484,8 +484,7 @@ class Proofs(Generic[Kept]):
     """
 
     def __init__(self) -> None:
-        self._kept: deque[tuple[Any, Any, list[tuple[int, int | None]], Texts, Kept]]
-        self._kept = deque(maxlen=64)
+        self._kept = deque[tuple[Any, Any, list[tuple[int, int | None]], Texts, Kept]](maxlen=64)
 
     def keep(self, model: LanguageModel, seen: Observation, texts: Texts, proof: Kept) -> None:
         """Keeps a new proof, unless torch does not count the writes to one of the tensors."""

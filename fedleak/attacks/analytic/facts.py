@@ -15,13 +15,14 @@ Shapes: V rows of a table, D hidden size, B sequences, T tokens, C classes, L cl
 """
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedleak.models import CLASSIFICATION, LanguageModel
+from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel
 from fedleak.training.observation import Observation, UpdateKind
 
 CLEAR = 3.0
@@ -78,14 +79,18 @@ def used_rows(rows_VD: Tensor) -> Used | None:
     return Used(sorted(order_V[:cut].tolist()), float(ratios[cut - 1]), complete)
 
 
-def longest_sequence(rows_PD: Tensor) -> int | None:
-    """Returns the number of positions that were used, from the rows of their table."""
-    used = used_rows(rows_PD)
+def longest_sequence(model: LanguageModel, tensors: Mapping[str, Tensor]) -> int | None:
+    """Returns the tokens of the longest text, from the rows of positions; None if it is unknown."""
+    rows_PD = tensors.get(model.family.position_embedding or "")
+    used = None if rows_PD is None else used_rows(rows_PD)
     if used is None or not used.complete:
         return None
-    longest = used.rows[-1] + 1
+    inputs = used.rows[-1] + 1
     # Noise hides small rows: if it hid one between others, it may have hidden the last.
-    return longest if used.gap >= CLEAR or len(used.rows) == longest else None
+    if not (used.gap >= CLEAR or len(used.rows) == inputs):
+        return None
+    # In next-token training the last token is only a target: its position has no row.
+    return inputs + int(model.task == CAUSAL_LM)
 
 
 def above_noise(squares_V: Tensor, width: int) -> Tensor:

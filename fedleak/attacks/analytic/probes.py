@@ -15,7 +15,7 @@ from fedleak.attacks import AttackSetting
 from fedleak.attacks.analytic.facts import label_counts, longest_sequence, used_rows
 from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.attacks.subspace.span import row_space
-from fedleak.models import CAUSAL_LM, LanguageModel
+from fedleak.models import LanguageModel
 from fedleak.models.family import with_adapters
 from fedleak.training.observation import Observation
 
@@ -52,13 +52,9 @@ class Probes:
                 tokens = tuple(used.rows)
                 # JSON has no infinity.
                 diagnostics["token_gap"] = used.gap if math.isfinite(used.gap) else "infinite"
-        position = family.position_embedding
-        if position is not None and position in tensors:
-            longest = longest_sequence(tensors[position])
-            if longest is not None:
-                # In next-token training the last token is only a target: its position has no row.
-                targets_only = 1 if model.task == CAUSAL_LM else 0
-                facts["longest_sequence"] = longest + targets_only
+        longest = longest_sequence(model, tensors)
+        if longest is not None:
+            facts["longest_sequence"] = longest
         counts = label_counts(seen, model, rng)
         if counts is not None:
             facts["label_counts"] = counts

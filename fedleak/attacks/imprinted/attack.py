@@ -119,6 +119,4 @@ def _read_chains(
     chains = Chains(bins, words, everything, known, exact, table, opening)
     chains.grow_()
     numbers["tokens read"] = len(chains.tree.words) - 1
-    texts, ids_V = chains.texts(), words.ids_V.tolist()
-    with torch.enable_grad():
-        return answered(seen, model, ids_V, texts, numbers, alone=False)
+    return answered(seen, model, words.ids_V.tolist(), chains.texts(), numbers, alone=False)

@@ -92,9 +92,7 @@ class DecepticonsReader:
             _text(fit_CT[cluster_C], word_CT[cluster_C], opening, closing) for cluster_C in clusters
         ]
         numbers = {"inputs": len(input_CD), "clusters": len(clusters)}
-        ids_V = words.ids_V.tolist()
-        with torch.enable_grad():
-            return answered(seen, model, ids_V, texts, numbers, alone=False)
+        return answered(seen, model, words.ids_V.tolist(), texts, numbers, alone=False)
 
 
 def _inputs(model: LanguageModel, tensors: dict[str, Tensor], known: Blocks) -> Tensor:

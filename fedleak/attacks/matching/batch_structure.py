@@ -242,13 +242,9 @@ def _lengths(
     The position rows give the longest length, or the only one. The rank of the second layer's
     gradients is the number of all tokens.
     """
-    family, tensors = model.family, seen.update.tensors
+    family, longest = model.family, longest_sequence(model, seen.update.tensors)
     # In next-token training the last token is only a target.
     only_target = 1 if model.task == CAUSAL_LM else 0
-    longest = None
-    if family.position_embedding is not None and family.position_embedding in tensors:
-        inputs = longest_sequence(tensors[family.position_embedding])
-        longest = None if inputs is None else inputs + only_target
     # In a classifier's last layer only one token's query counts.
     layers = model.num_layers if model.task == CAUSAL_LM else model.num_layers - 1
     span = row_space(family.attention_gradients(as_gradient(seen), 1) if layers > 1 else [])
