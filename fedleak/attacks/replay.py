@@ -333,9 +333,7 @@ def cosine(a_X: Tensor, b_X: Tensor) -> float:
     return 1 - float((a_X / a_X.norm() - b_X / b_X.norm()).norm()) ** 2 / 2
 
 
-def arrangements(
-    model: LanguageModel, closed: Sequence[Sequence[int]], seen: Observation
-) -> Iterator[Arrangement]:
+def arrangements(closed: Sequence[Sequence[int]], seen: Observation) -> Iterator[Arrangement]:
     """Yields an arrangement for each number of passes, and of texts per step, that steps admit."""
     known, count = seen.knowledge, len(closed)
     labels = [0] * count
@@ -369,7 +367,7 @@ def _searched(
     The best arrangement is changed, and once none of its changes is left, the next best (Pearl
     1984). So a local optimum does not end the search, and few arrangements are all tried.
     """
-    starts = list(arrangements(model, closed, seen))
+    starts = list(arrangements(closed, seen))
     # Granted classes belong to lengths: they may only be those of other texts of the same length.
     granted = seen.knowledge.labels is not None and len({*map(len, closed)}) == len(closed)
     classes = 0 if granted or model.task != CLASSIFICATION else model.num_labels

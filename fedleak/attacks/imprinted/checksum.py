@@ -136,8 +136,7 @@ def read_texts(
         radius = checksum.radius(error)
         readings = list(_lengths(words_T, closing))
         fits = (_fitting(words, tag_K, checksum, radius) for words in readings)
-        fitting = next((text for text in fits if text is not None), None)
-        texts.append(fitting or Text(readings[0], None, math.inf))
+        texts.append(next(filter(None, fits), Text(readings[0], None, math.inf)))
     return texts
 
 

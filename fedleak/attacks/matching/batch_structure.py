@@ -94,7 +94,7 @@ def shapes(
     """Returns at most so many shapes that a batch may have, and always one."""
     size = seen.update.num_examples
     known = seen.knowledge.lengths
-    lengths = [known] if known is not None else list(islice(_lengths(seen, model, rng, size), most))
+    lengths = [known] if known is not None else list(islice(_lengths(seen, model), most))
     certain = bool(lengths)
     lengths = lengths or [(n,) * size for n in _lengths_to_try(model, most)]
     if known is None and len(clues.sequences) >= size:
@@ -234,15 +234,14 @@ def _canonical(shape: Shape) -> tuple[tuple[int, int], ...]:
     return tuple(sorted(zip(shape.lengths, labels, strict=True)))
 
 
-def _lengths(
-    seen: Observation, model: LanguageModel, rng: torch.Generator, size: int
-) -> Iterator[tuple[int, ...]]:
+def _lengths(seen: Observation, model: LanguageModel) -> Iterator[tuple[int, ...]]:
     """Yields the lengths that agree with the update: none if it does not tell the longest.
 
     The position rows give the longest length, or the only one. The rank of the second layer's
     gradients is the number of all tokens.
     """
-    family, longest = model.family, longest_sequence(model, seen.update.tensors)
+    family, size = model.family, seen.update.num_examples
+    longest = longest_sequence(model, seen.update.tensors)
     # In next-token training the last token is only a target.
     only_target = 1 if model.task == CAUSAL_LM else 0
     # In a classifier's last layer only one token's query counts.

@@ -291,10 +291,10 @@ class _OfWeight(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         dtype = ctx.parts[0][0].dtype
         inner_RK11, square_RK11 = (grad[:, :, None, None].to(dtype) for grad in grad_outputs)
-        grads: list[list[Tensor]] = []
-        for (left, right), (left_seen, right_seen) in zip(ctx.parts, ctx.seen, strict=True):
-            factored = left_seen * inner_RK11, right_seen * inner_RK11
-            grads.append(list(_side_grads(ctx.observed, left, right, *factored)))
+        grads = [
+            list(_side_grads(ctx.observed, left_seen * inner_RK11, right_seen * inner_RK11))
+            for left_seen, right_seen in ctx.seen
+        ]
         for i, j, left_gram, right_gram in ctx.grams:
             left_term = 2 * square_RK11 * left_gram
             right_term = 2 * square_RK11 * right_gram
@@ -323,7 +323,7 @@ def _seen(observed: tuple[Tensor, ...], left: Tensor, right: Tensor) -> tuple[Te
 
 
 def _side_grads(
-    observed: tuple[Tensor, ...], left: Tensor, right: Tensor, left_seen: Tensor, right_seen: Tensor
+    observed: tuple[Tensor, ...], left_seen: Tensor, right_seen: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Returns the derivatives of <G*, left^T right> in left and right.
 

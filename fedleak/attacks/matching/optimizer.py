@@ -297,7 +297,7 @@ def initial(search: Search) -> Tensor:
     guessed_RB11 = (rows.begin_RBT >= 0).any(-1)[..., None, None]
     if not guessed_RB11.any():
         return space.scaled(start_RBTF)
-    guess_RBTF = space.variables(rows, rows.begin_RBT.clamp_min(0))
+    guess_RBTF = space.variables(rows.begin_RBT.clamp_min(0))
     return torch.where(guessed_RB11, guess_RBTF, space.scaled(start_RBTF))
 
 

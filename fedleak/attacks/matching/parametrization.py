@@ -119,7 +119,7 @@ class FreeEmbeddings:
         targets = _targets(self.model, ids_RKBT, self.table_VD)
         return Guess(self.table_VD[ids_RKBT], None, targets)
 
-    def variables(self, rows: Rows, ids_RBT: Tensor) -> Tensor:
+    def variables(self, ids_RBT: Tensor) -> Tensor:
         """Returns the tokens' embeddings."""
         return self.table_VD[ids_RBT]
 
@@ -208,7 +208,7 @@ class TokenMixtures:
         targets = _targets(self.model, ids_RKBT, self.table_VD)
         return Guess(self.table_VD[ids_RKBT], share_RKBTM, targets)
 
-    def variables(self, rows: Rows, ids_RBT: Tensor) -> Tensor:
+    def variables(self, ids_RBT: Tensor) -> Tensor:
         """Returns logits in favour of these tokens."""
         same_RBTM = ids_RBT[..., None] == self.ids_RM[:, None, None]
         return _SURE * same_RBTM.to(self.table_VD.dtype) + _TRUST * self.hint_RTM[:, None]

@@ -180,7 +180,7 @@ def going(
 def _restart_(descent: Descent, objective: Objective, ids_RBT: Tensor, rows_R: Tensor) -> None:
     """Lets the descent of some rows go on from tokens, with Adam's memory of these rows at zero."""
     change_R111 = rows_R[:, None, None, None]
-    begin_RBTF = objective.space.variables(objective.rows, ids_RBT)
+    begin_RBTF = objective.space.variables(ids_RBT)
     descent.change_(
         lambda variables: torch.where(change_R111, begin_RBTF, variables),
         lambda mean: mean.masked_fill(change_R111, 0.0),

@@ -154,7 +154,7 @@ def _referred(
     """Returns an answer with the score `lira` too, or with the reason why it has none."""
     candidates = seen.knowledge.candidates
     assert candidates is not None
-    reason = obstacle(model, seen, candidates.public)
+    reason = obstacle(seen, candidates.public)
     if reason is not None:
         return replace(answer, reason=f"no score lira: {reason}")
     lira_K = lira(model, seen, candidates.listed, candidates.public, references, rng)

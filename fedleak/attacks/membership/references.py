@@ -27,7 +27,7 @@ from fedleak.training.recipe import Recipe
 from fedleak.training.steps import Batch, gradient
 
 
-def obstacle(model: LanguageModel, seen: Observation, public: Sequence[Example]) -> str | None:
+def obstacle(seen: Observation, public: Sequence[Example]) -> str | None:
     """Returns why no references can be made, or None."""
     recipe, needed = seen.knowledge.recipe, seen.update.num_examples
     if seen.client < 0:
@@ -42,7 +42,7 @@ def obstacle(model: LanguageModel, seen: Observation, public: Sequence[Example])
         )
     texts = [example.ids for example in public[:needed]]
     stepped = seen.update.kind != UpdateKind.GRADIENT
-    if stepped and next(replay.arrangements(model, texts, seen), None) is None:
+    if stepped and next(replay.arrangements(texts, seen), None) is None:
         return f"no passes over {needed} texts make the client's number of steps"
     return None
 
@@ -86,7 +86,7 @@ def reference(model: LanguageModel, seen: Observation, texts: Sequence[Example])
         of_batch = gradient(model, batch, seen.knowledge.recipe or Recipe())
         tensors = {name: of_batch[name] for name in seen.update.tensors}
     else:
-        start = next(replay.arrangements(model, batch.sequences, seen))
+        start = next(replay.arrangements(batch.sequences, seen))
         batches = replace(start, labels=tuple(batch.labels)).batches(batch.sequences)
         tensors = replay.steps_again(model, batches, seen)
     return replace(seen, update=ClientUpdate(seen.update.kind, tensors, len(texts)))

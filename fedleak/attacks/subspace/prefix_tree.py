@@ -338,12 +338,10 @@ def grow(prefixes: Prefixes, longest_run: int, clock: Clock) -> tuple[list[Grown
             inner = {path[:length] for path in paths for length in range(2, len(path))}
             paths = [path for path in paths if path not in inner]
         loose_R, sought_U = (which_N.nonzero().flatten() for which_N in (loose_N, sought_N))
-        best: Fit | None = None
-        for path in clock.paced(paths):
-            fit = followers(prefixes, path, run, loose_R, sought_U)
-            best = fit if best is None else best.or_(fit)
-        if best is None:
+        fits = [followers(prefixes, path, run, loose_R, sought_U) for path in clock.paced(paths)]
+        if not fits:
             break
+        best = functools.reduce(Fit.or_, fits)
         for token, path, excess, second in zip(
             sought_U.tolist(),
             best.path,

@@ -344,7 +344,7 @@ def test_of_equally_distant_orders_the_one_that_the_prior_likes_is_chosen(
         ids = objective.rows.ids_RBT.clone()
         free = ~objective.rows.fixed_RBT
         ids[free] = torch.arange(100 + int(free.sum()), 100, -1)
-        variables = objective.space.variables(objective.rows, ids)
+        variables = objective.space.variables(ids)
         for _ in range(4):
             variables = lamp.better_order(
                 Search(judged, replace(config, lm_weight=1.0), rng), variables
@@ -355,7 +355,7 @@ def test_of_equally_distant_orders_the_one_that_the_prior_likes_is_chosen(
             assert read[0, b, places].tolist() == sorted(ids[0, b, places].tolist())
         kept = lamp.better_order(
             Search(flat, replace(config, lm_weight=1.0), rng),
-            objective.space.variables(objective.rows, ids),
+            objective.space.variables(ids),
         )
         assert torch.equal(objective.nearest_tokens(kept), ids), "the present order, of equals"
 
@@ -374,7 +374,7 @@ def test_wrong_orders_are_mended_by_the_gradient(small, observe, kind, inside):
         wrong = ids.clone()
         places = objective.rows.content(0, 0)
         wrong[0, 0, places[:2]] = ids[0, 0, places[:2]].flip(0)
-        variables = objective.space.variables(objective.rows, wrong)
+        variables = objective.space.variables(wrong)
         assert not torch.equal(objective.nearest_tokens(variables), ids)
         mended = lamp.better_order(Search(objective, config, rng), variables)
         assert torch.equal(objective.nearest_tokens(mended), ids)

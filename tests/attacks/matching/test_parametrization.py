@@ -30,9 +30,7 @@ def test_what_begins_with_tokens_is_read_as_these_tokens(
             else objective.space
         )
         assert torch.equal(
-            flat.nearest_tokens(objective.rows, flat.variables(objective.rows, ids_RBT)[:, None])[
-                :, 0
-            ],
+            flat.nearest_tokens(objective.rows, flat.variables(ids_RBT)[:, None])[:, 0],
             ids_RBT,
         )
 
@@ -71,7 +69,7 @@ def test_a_guess_that_is_sure_of_tokens_is_as_far_as_the_tokens_are(
         for tokens in (ids_RBT, objective.nearest_tokens(random_variables(objective))):
             exact = objective.space.exact(objective.rows, tokens[:, None])
             assert torch.equal(exact.x_RKBTD, objective.space.table_VD[tokens[:, None]])
-            variables = objective.space.variables(objective.rows, tokens)
+            variables = objective.space.variables(tokens)
             if space == "mixtures":
                 same = tokens[..., None] == objective.space.ids_RM[:, None, None]
                 variables = 200.0 * same

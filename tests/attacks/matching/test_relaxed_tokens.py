@@ -144,7 +144,7 @@ def test_a_sentence_that_fills_up_a_smaller_batch_is_left_alone(
         ids = objective.rows.ids_RBT.clone()
         for r, truth in enumerate((small_one, large_one)):
             ids[r] = true_ids(truth, objective)[r]
-        variables = objective.space.variables(objective.rows, ids)
+        variables = objective.space.variables(ids)
         improved_ids, score_R = relaxed_tokens.improved(Search(objective, config, rng), variables)
         assert torch.equal(improved_ids, ids)
         assert (score_R < objective.exact_R).all()
@@ -406,7 +406,7 @@ def test_of_equally_distant_texts_the_prior_decides(small, observe, inside, true
             return torch.full((1, parts[-1].left_RKNX.shape[1]), 0.5)
 
         ids = true_ids(truth, objective)
-        variables = objective.space.variables(objective.rows, ids)
+        variables = objective.space.variables(ids)
         rising, config = likes_rising, replace(config, lm_weight=1.0)
         same = replace(objective, distance=flat)
         judged = replace(same, prior=rising)
@@ -465,7 +465,7 @@ def test_what_is_tried_has_the_present_first_and_keeps_what_is_known(
 
     def check(objective, config, rng):
         ids, rows = true_ids(truth, objective), objective.rows
-        variables = objective.space.variables(rows, ids)
+        variables = objective.space.variables(ids)
         bag = set(objective.space.ids_RM[0].tolist())
         for b in range(2):
             tried = relaxed_tokens.sequence_candidates(
@@ -526,7 +526,7 @@ def test_what_becomes_of_a_row_does_not_depend_on_the_others(small, observe, ins
         ids = torch.cat([true_ids(truth, objective)[r : r + 1] for r, truth in enumerate(truths)])
         free_BT = ~objective.rows.fixed_RBT[1]
         ids[1][free_BT] = ids[1][free_BT].flip(0)
-        variables = objective.space.variables(objective.rows, ids)
+        variables = objective.space.variables(ids)
         states = [generator.get_state() for generator in rng]
         both, score_R = relaxed_tokens.improved(Search(objective, config, rng), variables)
         assert torch.equal(both[0], ids[0])

@@ -111,13 +111,13 @@ def test_without_references_it_says_why(small, observe):
     assert "lira" not in answer.scores
     assert "a reference needs 2 texts, and 1 of 3 public ones" in answer.reason
     public = known.candidates.public
-    assert "sum over clients" in obstacle(model, replace(truth.seen, client=-1), public)
+    assert "sum over clients" in obstacle(replace(truth.seen, client=-1), public)
     other = replace(known, recipe=Recipe(optimiser="other"))
-    assert "optimiser" in obstacle(model, replace(truth.seen, knowledge=other), public)
-    assert obstacle(model, truth.seen, public) is None
+    assert "optimiser" in obstacle(replace(truth.seen, knowledge=other), public)
+    assert obstacle(truth.seen, public) is None
     # Of three kept texts, references of two would be much alike.
-    assert "twice as many" in obstacle(model, truth.seen, public[:7])
-    assert obstacle(model, truth.seen, public[:8]) is None
+    assert "twice as many" in obstacle(truth.seen, public[:7])
+    assert obstacle(truth.seen, public[:8]) is None
 
 
 def test_of_steps_that_end_within_a_pass_it_says_that_none_can_be_made(small, observe):
