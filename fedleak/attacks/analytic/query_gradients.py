@@ -54,8 +54,7 @@ from fedleak.attacks.subspace.answer import (
     Reader,
     Reading,
     by_excess,
-    distinct,
-    ranked,
+    likeliest,
     recovered,
     telling,
 )
@@ -164,10 +163,7 @@ class QueryGradients(Reader):
         counted = certificate.counted(model, pulls, size, whole=False)
         members = [known for known in counted.of_pulls if known is not None]
         verdict = certificate.verify(model, members, seen, clock)
-        texts = ranked(proved, verdict, size)
-        if not verdict.verified:
-            nearest = sorted(read.values(), key=by_excess)
-            texts = [*texts, *distinct(nearest, proved)][:size]
+        texts = likeliest(proved, sorted(read.values(), key=by_excess), verdict, size)
         tokens = tuple(first.words_M.sort().values.tolist())
         answer = recovered(
             texts,

@@ -67,10 +67,9 @@ class ImprintReader:
             return Reconstruction.abstained(NO_TOKEN, **numbers)
         opening, closing = words.marks(model)
         tags = without_mixtures(more_tags(exact, tags))
-        slots, texts = Slots(torch.empty(0, words.places, dtype=torch.long), {}, bins.used()), 0
-        while len(tags.tag_SK) > texts:
-            slots.add_texts_(len(tags.tag_SK) - texts, opening)
-            texts = len(tags.tag_SK)
+        slots = Slots(torch.empty(0, words.places, dtype=torch.long), {}, bins.used())
+        while (more := len(tags.tag_SK) - len(slots.word_ST)) > 0:
+            slots.add_texts_(more, opening)
             if slots.word_ST.numel() * len(words.ids_V) > MOST:
                 reason = "the table of all words at all places of all texts would be too large"
                 return Reconstruction.abstained(reason, **numbers)

@@ -176,6 +176,17 @@ def distinct(nearest: Sequence[Judged], passed: Sequence[Judged]) -> list[Judged
     return kept
 
 
+def likeliest(
+    passed: Sequence[Judged], nearest: Sequence[Judged], verdict: Verdict, most: int
+) -> list[Judged]:
+    """Returns at most so many sequences: those that passed, then the nearest of the others.
+
+    Of a verified batch all is known, so nothing else follows.
+    """
+    best = ranked(passed, verdict, most)
+    return best if verdict.verified else [*best, *distinct(nearest, passed)][:most]
+
+
 def recovered(
     sequences: Sequence[Judged],
     verdict: Verdict,

@@ -44,8 +44,7 @@ from fedleak.attacks.subspace.answer import (
     Reader,
     Reading,
     by_excess,
-    distinct,
-    ranked,
+    likeliest,
     recovered,
     telling,
 )
@@ -325,10 +324,7 @@ def _answer(
         )
     first = passes[0]
     verdict = certificate.verify(model, members, seen, clock)
-    most = seen.update.num_examples
-    sequences = ranked(passed, verdict, most)
-    if not verdict.verified:
-        sequences = [*sequences, *distinct(nearest, passed)][:most]
+    sequences = likeliest(passed, nearest, verdict, seen.update.num_examples)
     reason = "" if passed else "nothing proved: tokens and sentences are the likeliest ones"
     if reason and first.span.full:
         reason = (
