@@ -164,6 +164,7 @@ class Climb:
     def _changes(self, batch: Batch) -> Iterator[Batch]:
         """Yields batches with another class or word, one word less, or parts of texts exchanged."""
         texts, labels = [*batch.sequences], [*batch.labels]
+        longest = max(map(len, texts))
         classes = self._model.num_labels if self._model.task == CLASSIFICATION else 1
         for number, ids in enumerate(texts):
             before, behind = texts[:number], texts[number + 1 :]
@@ -174,8 +175,8 @@ class Climb:
                     yield Batch([*before, changed, *behind], labels)
             for other in range(number):
                 for place in range(1, min(len(ids), len(texts[other]))):
-                    yield Batch(_exchanged(texts, number, other, place, place + 1), labels)
-                    yield Batch(_exchanged(texts, number, other, place, None), labels)
+                    for until in (place + 1, longest):
+                        yield Batch(_exchanged(texts, number, other, place, until), labels)
 
     def _changed(self, ids: Ids, place: int, texts: int) -> Iterator[Ids]:
         """Yields a text with another word at a place, ended there, longer, or without the word."""
@@ -214,11 +215,10 @@ class Climb:
 
 
 def _exchanged(
-    texts: Sequence[Sequence[int]], number: int, other: int, place: int, until: int | None
+    texts: Sequence[Sequence[int]], number: int, other: int, place: int, until: int
 ) -> list[Sequence[int]]:
-    """Returns texts of which two exchange what stands from one place until another, or the end."""
+    """Returns texts of which two exchange what stands from one place until another."""
     changed, here, there = [*texts], texts[number], texts[other]
-    behind_here, behind_there = ([], []) if until is None else (here[until:], there[until:])
-    changed[number] = (*here[:place], *there[place:until], *behind_here)
-    changed[other] = (*there[:place], *here[place:until], *behind_there)
+    changed[number] = (*here[:place], *there[place:until], *here[until:])
+    changed[other] = (*there[:place], *here[place:until], *there[until:])
     return changed
