@@ -126,10 +126,11 @@ def better_order(search: Search, variables_RBTF: Tensor) -> Tensor:
 
         def inputs(tried_RKT: Tensor, b: int = b, variables_RBTF: Tensor = variables_RBTF) -> Guess:
             own = rows.sequences_of([b])
-            variables_RKTF = _each(variables_RBTF[:, b, : own.length], tried_RKT[..., : own.length])
+            present_R1TF = variables_RBTF[:, None, b, : own.length]
+            variables_RKTF = reorderings.reordered(present_R1TF, tried_RKT[..., : own.length])
             return space.guess(own, variables_RKTF[:, :, None])
 
-        tried_RKT = _each(ids_RT[..., None], order_RKT)[..., 0]
+        tried_RKT = ids_RT[:, None].take_along_dim(order_RKT, -1)
         lm_penalty_RK = lm_penalty(search, b, tried_RKT)
         if search.watch.up():
             break
@@ -147,10 +148,3 @@ def _orders_to_try(search: Search, b: int) -> Tensor:
         orders = reorderings.sampled(len(places), search.config.orders, generator)
         orders_KT.append(reorderings.orders_tensor(orders, places, rows.length))
     return stacked(orders_KT)
-
-
-def _each(value_RTF: Tensor, order_RKT: Tensor) -> Tensor:
-    """Returns [R, K, T, F]: each row in each of its orders."""
-    return reorderings.reordered(
-        value_RTF[:, None].expand(-1, order_RKT.shape[1], -1, -1), order_RKT
-    )

@@ -92,8 +92,7 @@ def random_moves(length: int, draws: int, rng: torch.Generator) -> Iterator[Orde
 
 def reordered(variables_RBTF: Tensor, order_RBT: Tensor) -> Tensor:
     """Returns the variables with the tokens of each sequence in another order."""
-    index = order_RBT[..., None].expand(*order_RBT.shape, variables_RBTF.shape[-1])
-    return variables_RBTF.gather(-2, index)
+    return variables_RBTF.take_along_dim(order_RBT[..., None], -2)
 
 
 def orders_tensor(orders: Sequence[Sequence[int]], places: Sequence[int], length: int) -> Tensor:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from fedleak.attacks.clock import Clock
@@ -214,11 +215,8 @@ def best_sets(score_SWA: Tensor, members_SWM: Tensor, width: int) -> tuple[Tenso
     score_SC, order_SC = score_SWC.flatten(1).sort(stable=True)
     code_SC = code_SWC.flatten(1).gather(1, order_SC)
     sorted_SC, by_code_SC = code_SC.sort(stable=True)
-    again_SC = torch.zeros_like(score_SC, dtype=torch.bool)
-    again_SC[:, 1:] = sorted_SC[:, 1:] == sorted_SC[:, :-1]
-    score_SC = score_SC.masked_fill(
-        torch.zeros_like(again_SC).scatter_(1, by_code_SC, again_SC), torch.inf
-    )
+    again_SC = F.pad(sorted_SC[:, 1:] == sorted_SC[:, :-1], (1, 0))
+    score_SC = score_SC.masked_fill(again_SC.scatter(1, by_code_SC, again_SC), torch.inf)
     value_SW, choice_SW = score_SC.topk(min(width, score_SC.shape[1]), largest=False)
     # Fewer sets than beams: the best one fills them up.
     choice_SW = torch.where(value_SW.isinf(), choice_SW[:, :1], choice_SW)
@@ -247,9 +245,7 @@ def extend(
     new_HSWK = vector_HAK[:, atom_SW]
     visible_BHA = atoms.visible(at_SW.flatten())
     if visible_BHA is not None:
-        seen_BH1 = visible_BHA.gather(
-            2, atom_SW.flatten()[:, None, None].expand(-1, visible_BHA.shape[1], 1)
-        )
+        seen_BH1 = visible_BHA.take_along_dim(atom_SW.flatten()[:, None, None], 2)
         new_HSWK = new_HSWK * seen_BH1[..., 0].T.reshape(*new_HSWK.shape[:3], 1)
     for _ in range(2):  # once is not enough in float32
         new_HSWK = new_HSWK - (basis_HSWKM @ (basis_HSWKM.mT @ new_HSWK[..., None]))[..., 0]
