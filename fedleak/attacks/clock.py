@@ -33,7 +33,7 @@ class Clock:
     """
 
     def __init__(self, seconds: float | None) -> None:
-        self._end = math.inf if seconds is None else now() + seconds
+        self._end = None if seconds is None else now() + seconds
         self.rang = False
 
     def up(self, step: float = 0.0) -> bool:
@@ -41,7 +41,7 @@ class Clock:
 
         Without a limit it never is.
         """
-        up = now() + step > self._end
+        up = self._end is not None and now() + step > self._end
         self.rang |= up
         return up
 
@@ -51,15 +51,15 @@ class Clock:
 
     def left(self) -> float:
         """Returns the seconds left, infinite without a limit, and a moment if time is up."""
-        return max(self._end - now(), MOMENT)
+        return math.inf if self._end is None else max(self._end - now(), MOMENT)
 
     def part(self, parts: float) -> "Clock":
         """Returns a clock for one of so many equal parts of the time that is left."""
-        return Clock((self._end - now()) / parts)
+        return Clock(None if self._end is None else (self._end - now()) / parts)
 
     def before(self, seconds: float) -> "Clock":
         """Returns a clock that rings so many seconds earlier."""
-        return Clock(self._end - now() - seconds)
+        return Clock(None if self._end is None else self._end - now() - seconds)
 
     def paced(self, parts: Iterable[Part], least: int = 0) -> Iterator[Part]:
         """Yields parts of the work while another part as long as the longest so far ends in time.
