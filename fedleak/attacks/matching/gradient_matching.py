@@ -239,11 +239,9 @@ class GradientMatching(ABC):
             faithful=self.faithful,
             mixed=self.precision == "mixed",
         )
-        step = (
-            0.0
-            if math.isinf(clock.left())
-            else seconds_of_step(group[0], make, config, model.max_length)
-        )
+        step = 0.0
+        if math.isfinite(clock.left()):
+            step = seconds_of_step(group[0], make, config, model.max_length)
         rows = rows_in_time(group, self.starts_of_each, step, clock)
         if not rows:
             reason = f"no step of the search ends in seconds = {self.seconds:g}: give it more"

@@ -99,10 +99,9 @@ def statistics(
         public: Texts that are in no update; the first ones that there is room for are used.
         seen: Updates of one round; each has a tensor that can be compared.
     """
-    gradient_by_update = [as_gradient(observation) for observation in seen]
     updates = [
         {name: tensors[name].flatten().cpu() for name in compared(model, tensors)}
-        for tensors in gradient_by_update
+        for tensors in map(as_gradient, seen)
     ]
     sizes = {name: len(value_X) for update in updates for name, value_X in update.items()}
     used = public[: NUMBERS // sum(sizes.values())]
