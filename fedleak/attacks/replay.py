@@ -28,13 +28,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fedleak.attacks.adam_step import behind_adam
 from fedleak.attacks.certificate import (
     Proofs,
+    as_gradient,
     close,
     flat,
     lacks_numbers,
     nearest_words,
     precision,
+    units,
 )
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.reconstruction import Ids
@@ -58,6 +61,9 @@ PROMISING = 0.5
 
 REPLAYS = 200
 """How often, at most, the steps are made to find which texts were in which step."""
+
+_EQUATIONS = 2**26
+"""Numbers of equations for classes that are in memory, at most."""
 
 SECONDS = 60.0
 """Time for one answer, at most."""
@@ -282,7 +288,7 @@ def _judged(
 def can_tell(model: LanguageModel, closed: Sequence[Sequence[int]], seen: Observation) -> bool:
     """Whether an update has enough numbers to prove so many tokens.
 
-    After a first step of Adam each number is little more than a sign: one bit.
+    Each number counts as a bit: of large ones a first step of Adam shows no more than the sign.
     """
     numbers = sum(int(tensor.count_nonzero()) for tensor in seen.update.tensors.values())
     return numbers >= sum(map(len, closed)) * math.log2(len(model.tokenizer))
@@ -345,6 +351,30 @@ def arrangements(closed: Sequence[Sequence[int]], seen: Observation) -> Iterator
         yield Arrangement((tuple(range(count)),) * passes, tuple(labels), size)
 
 
+def _labels(
+    model: LanguageModel, closed: Sequence[Sequence[int]], seen: Observation
+) -> tuple[int, ...] | None:
+    """Returns the classes of texts whose gradients explain an update best, if these are unknown.
+
+    The gradient of a text with a class is a sum over logits, with a weight below zero for the class
+    alone. So these weights are solved for, in the first layer, whose gradients differ most.
+    """
+    if model.task != CLASSIFICATION or seen.knowledge.labels is not None:
+        return None
+    sent = seen.update.tensors
+    names = [name for name in model.family.attention_parameters(0) if name in sent]
+    numbers = sum(sent[name].numel() for name in names)
+    columns = len(closed) * model.num_labels
+    if not columns <= numbers <= _EQUATIONS // columns:
+        return None
+    behind = as_gradient(behind_adam(seen, model) or seen)
+    gradients = [g for unit in units(model, closed, names) for g in unit.gradients]
+    system_XU = torch.stack([flat(g) for g in gradients], 1)
+    target_X = flat({name: behind[name] for name in names})
+    weights_U: Tensor = torch.linalg.lstsq(system_XU, target_X[:, None]).solution[:, 0]
+    return tuple(weights_U.view(len(closed), -1).argmin(1).tolist())
+
+
 def passes_and_sizes(seen: Observation, count: int) -> Iterator[tuple[int, int]]:
     """Yields the numbers of passes over so many texts, and of texts in a step, that steps admit."""
     known, steps = seen.knowledge, seen.knowledge.local_steps or 1
@@ -367,7 +397,7 @@ def _searched(
     The best arrangement is changed, and once none of its changes is left, the next best (Pearl
     1984). So a local optimum does not end the search, and few arrangements are all tried.
     """
-    starts = list(arrangements(closed, seen))
+    starts, explained = list(arrangements(closed, seen)), _labels(model, closed, seen)
     # Granted classes belong to lengths: they may only be those of other texts of the same length.
     granted = seen.knowledge.labels is not None and len({*map(len, closed)}) == len(closed)
     classes = 0 if granted or model.task != CLASSIFICATION else model.num_labels
@@ -378,6 +408,8 @@ def _searched(
     def candidates() -> Iterator[Arrangement]:
         for start in starts:
             before = len(tried)
+            if explained is not None:
+                yield replace(start, labels=explained)
             yield start
             if seen.knowledge.labels is None:
                 # Most texts may be of one class, and none of the first.

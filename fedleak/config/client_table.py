@@ -40,7 +40,7 @@ class StepTable(Table):
     what is not here, or any `other` one.
 
     After any but plain SGD an update is no sum of gradients: most attacks read less of it, or
-    nothing, and an answer is proved by replay alone.
+    nothing, and an answer is proved by replay alone. One step of Adam still shows small gradients.
     """
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Momentum of `sgd`."""
@@ -100,7 +100,7 @@ class ClientTable(StepTable):
     """An optimiser of `torch.optim`, new in each round, with torch's defaults for what is not here.
 
     After any but plain SGD an update is no sum of gradients: most attacks read less of it, or
-    nothing.
+    nothing. One step of Adam still shows small gradients.
     """
     max_steps: Positive | None = None
     """Steps of a round at most; a client then trains on as many random examples as these take.

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedleak.attacks.adam_step import BehindAdam
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel
 from fedleak.training.observation import Observation, UpdateKind
 
@@ -130,6 +131,8 @@ def label_counts(seen: Observation, model: LanguageModel, rng: torch.Generator) 
     if model.task != CLASSIFICATION or seen.update.kind != UpdateKind.GRADIENT:
         return None
     weight, *bias = model.family.classifier
+    if isinstance(seen, BehindAdam) and any(seen.lacks(model, name) for name in (weight, *bias)):
+        return None
     num_examples = seen.update.num_examples
     if bias and bias[0] in seen.update.tensors:
         ids_BT = torch.randint(

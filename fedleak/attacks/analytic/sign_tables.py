@@ -1,6 +1,6 @@
 """Texts of an encoder after Adam: signs of word and position rows show which words stand where.
 
-Adam's first step makes of each number of a gradient little more than its sign. With d_i as in
+Adam's first step makes of each large number of a gradient little more than its sign. With d_i as in
 `position_marginals`, the row of a word is the sum of d_i over its places, and the row of a position
 the sum over the tokens there. Two sums that share a term have the same sign more often than not:
 signs of Gaussian numbers of correlation r correlate by 2 asin(r) / pi (the arcsine law, Van Vleck

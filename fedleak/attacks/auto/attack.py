@@ -8,15 +8,18 @@ tokens and guesses. At the end the batch is chosen from what all of them read, b
 gradient alone (`evidence`), so that a sequence of one attack can stand beside another attack's.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from pydantic import AfterValidator, Field
+from torch import Tensor
 
 from fedleak.attacks import AttackSetting, OneByOne, Progress, Show, Step, certificate, replay
 from fedleak.attacks import clock as timing
+from fedleak.attacks.adam_step import BehindAdam, behind_adam
 from fedleak.attacks.analytic.position_marginals import PositionMarginals
 from fedleak.attacks.analytic.query_gradients import QueryGradients
 from fedleak.attacks.auto.budget import OF_SPANS, Pace, Reserve
@@ -32,11 +35,12 @@ from fedleak.attacks.matching.lamp import Lamp
 from fedleak.attacks.reconstruction import Ids, Reconstruction, Status, tokens_of
 from fedleak.attacks.subspace.answer import Reading
 from fedleak.attacks.subspace.coarseness import EXACT, coarseness
+from fedleak.attacks.subspace.completion import completed
 from fedleak.attacks.subspace.dager import Dager
 from fedleak.attacks.subspace.keyspan import Keyspan
 from fedleak.attacks.subspace.state_pursuit import StatePursuit
 from fedleak.attacks.subspace.step_peeling import StepPeeling
-from fedleak.models import LanguageModel, absolute
+from fedleak.models import CLASSIFICATION, LanguageModel, absolute
 from fedleak.models import prior as priors
 from fedleak.models.family import lora_a
 from fedleak.training.observation import Observation
@@ -81,6 +85,9 @@ _NOISY = 0.75
 
 _REPLAYING = 0.2
 """Share of the time that making a client's steps again may take, of all that is read."""
+
+_SORTING = 0.5
+"""Share of the time left in which signs may sort a batch, if the gradient behind them is known."""
 
 _LONG_TEXTS = 0.5
 """Share of the time of an attack on spans that the attack on query gradients may take."""
@@ -175,7 +182,7 @@ class Auto(OneByOne):
     """
 
     kind: ClassVar[str] = "auto"
-    version: ClassVar[int] = 27
+    version: ClassVar[int] = 28
     slow: ClassVar[bool] = True
     uses: ClassVar[frozenset[str]] = Lamp.uses | {"noise_scale"}
     seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 120.0
@@ -210,8 +217,8 @@ class Auto(OneByOne):
         attempt = _Attempt(self, seen, model, rng, on_progress)
         choice = attempt.ask_all()
         # The last attack may have settled the whole batch by itself.
-        whole = choice is None and attempt.rest is seen
-        return attempt.settled() if whole else attempt.answer(choice or NO_CHOICE)
+        by_itself = choice is None and attempt.rest is attempt.whole
+        return attempt.settled() if by_itself else attempt.answer(choice or NO_CHOICE)
 
 
 class _Attempt:
@@ -219,7 +226,8 @@ class _Attempt:
 
     Attributes:
         findings: What the attacks asked so far found.
-        rest: The update without the sequences that are proved.
+        whole: The update, or the gradient behind it, if it is a step of Adam.
+        rest: The same without the sequences that are proved.
     """
 
     def __init__(
@@ -234,15 +242,18 @@ class _Attempt:
         self._seen, self._model, self._rng, self._on_progress = seen, model, rng, on_progress
         self._replaying = _REPLAYING * settings.seconds
         self._pace, self._most = Pace(seen, model), _READ * seen.update.num_examples
-        self.findings, self.rest = Findings(), seen
+        # Of decoders signs tell as much: where all words have a gradient, none can be completed.
+        behind = behind_adam(seen, model) if model.task == CLASSIFICATION else None
+        self.whole = self.rest = behind or seen
+        self.findings = Findings()
 
     def ask_all(self) -> Choice | None:
         """Runs the attacks in turn; returns the choice that explains what none of them proved.
 
         None: nothing is left to explain.
         """
-        seen, model, clock = self._seen, self._model, self._clock
-        setting = AttackSetting.of(seen, model)
+        seen, model, clock = self.whole, self._model, self._clock
+        setting = AttackSetting.of(self._seen, model)
         able = [attack for attack, _ in ENSEMBLE if attack.obstacle(setting) is None]
         if model.family.causal:
             # DAGER reads a decoder's texts of any length, one token after the other, and cheaply.
@@ -268,7 +279,9 @@ class _Attempt:
             timed = self._timed(attack, clues)
             if timed is None:
                 break
-            reading = self._made_again(read_with(timed, self.rest, model, clues, self._rng, tell))
+            # Rows of embeddings have large numbers, of which a step of Adam shows signs alone.
+            rest = self._seen if isinstance(attack, PositionMarginals) else self.rest
+            reading = self._made_again(read_with(timed, rest, model, clues, self._rng, tell))
             self.findings = self.findings.and_(attack.kind, reading)
             if reading.answer.verified or reading.settled:
                 return None
@@ -303,7 +316,7 @@ class _Attempt:
         """Returns a reading, as proved if the client's steps, made again on its texts, prove it."""
         seen, model = self._seen, self._model
         batch = reading.sequences[: seen.update.num_examples]
-        able = self._replaying > 0 and self.rest is seen and replay.obstacle(seen) is None
+        able = self._replaying > 0 and self.rest is self.whole and replay.obstacle(seen) is None
         if reading.answer.verified or not able:
             return reading
         begun = timing.now()
@@ -324,23 +337,23 @@ class _Attempt:
         if isinstance(attack, QueryGradients):
             return not single  # the closed form reads one text, and proves it
         if isinstance(attack, StepPeeling):
-            several = (self._seen.knowledge.local_steps or 1) > 1 and self.rest is self._seen
+            several = (self._seen.knowledge.local_steps or 1) > 1 and self.rest is self.whole
             return several and self._seen.knowledge.adds_up
         if isinstance(attack, StatePursuit):
             # A gradient of whole matrices has a span, with dropout, too, which tells more. Where no
             # text is proved by it, something blurs it, or the batch fills it. With dropout, and
             # where numbers are missing, matching reads more of decoders with a table of positions.
             adapted = any(name.endswith(_ADAPTER) for name in self._seen.update.tensors)
-            undropped = replace(self._seen.knowledge, dropout=False)
-            spans = certificate.is_linear(replace(self._seen, knowledge=undropped)) and not adapted
+            undropped = replace(self.whole.knowledge, dropout=False)
+            spans = certificate.is_linear(replace(self.whole, knowledge=undropped)) and not adapted
             rotary = self._model.family.position_embedding is None
-            whole = certificate.is_linear(self._seen) and not self._lacks_numbers()
-            return not spans or (self.rest is self._seen and (rotary or whole))
+            complete = certificate.is_linear(self.whole) and not self._lacks_numbers()
+            return not spans or (self.rest is self.whole and (rotary or complete))
         if isinstance(attack, MaximumLikelihood):
             # Where there is no noise the others prove what they read.
-            known = certificate.is_linear(self._seen)
+            known = certificate.is_linear(self.whole)
             few = self._seen.update.num_examples <= MOST_TEXTS
-            return few and known and is_blurred(self._seen, self._model)
+            return few and known and is_blurred(self.whole, self._model)
         return True
 
     def _has_no_span(self) -> bool:
@@ -348,7 +361,7 @@ class _Attempt:
 
         Missing ones count of rotary models alone: `state_pursuit` reads no others then.
         """
-        seen, of_layers = self._seen, self._of_layers()
+        seen, of_layers = self.whole, self._of_layers()
         if not seen.knowledge.adds_up:
             return True
         if not of_layers or coarseness(seen, of_layers) is EXACT:
@@ -378,7 +391,9 @@ class _Attempt:
         """Returns an attack with its time and the settings of this one; None: there is no time."""
         left = self._clock.left()
         if isinstance(attack, PositionMarginals):
-            return replace(attack, seconds=left)
+            # Others, too, read batches whose gradient is known.
+            share = 1.0 if self.whole is self._seen else _SORTING
+            return replace(attack, seconds=share * left)
         if isinstance(attack, Lamp):
             return self._timed_lamp(attack, clues)
         if clues.sequences:
@@ -411,6 +426,19 @@ class _Attempt:
         seconds = reserve.before(self._clock)
         return replace(attack, seconds=seconds, prior=own.prior, steps=own.steps)
 
+    def _observed(self) -> Mapping[str, Tensor]:
+        """Returns the gradient that sequences are compared by: what is known well of it."""
+        known_well = self._completed if self.rest is self.whole else None
+        return known_well or certificate.as_gradient(self.rest)
+
+    @cached_property
+    def _completed(self) -> Mapping[str, Tensor] | None:
+        """The gradients of the first attention, if a step of Adam shows most of their numbers."""
+        if not isinstance(self.whole, BehindAdam):
+            return None
+        names, tensors = self._model.family.attention_parameters(0), self.whole.update.tensors
+        return completed(self._model, self.whole, tensors, [n for n in names if n in tensors])
+
     def _choice(self, pool: Sequence[Ids]) -> Choice:
         """Returns the sequences of a pool that explain what is left best.
 
@@ -435,7 +463,7 @@ class _Attempt:
             pool = sorted(pool, key=lambda ids: kinds.index(self.findings.read.get(ids)))
             return Choice((), dict.fromkeys(pool[:size], 1.0), 1.0)
         pool = pool[:most]
-        pairs = compare(self._model, pool, certificate.as_gradient(rest), noise_of(rest))
+        pairs = compare(self._model, pool, self._observed(), noise_of(rest))
         picks = choose(pairs, size)
         batch = [
             Labelled(pool[pairs.sequence[k]], pairs.label[k], weight)
@@ -458,7 +486,7 @@ class _Attempt:
         better = sharpened(
             model,
             choice.batch,
-            certificate.as_gradient(rest),
+            self._observed(),
             self._rng,
             until,
             show,
@@ -537,7 +565,7 @@ class _Attempt:
         if spare < FEWEST:
             self._clock.rang = True
             return set(), {**residual, "not_compared": True}
-        observed, noise = certificate.as_gradient(self.rest), noise_of(self.rest)
+        observed, noise = self._observed(), noise_of(self.rest)
         compared = worth(self._model, batch, observed, self._rng, noise, min(spare, PLACEBOS))
         likely = {guess.ids for guess, good in zip(batch, compared.likely, strict=True) if good}
         nats = {"nats": list(compared.nats), "nats_by_chance": list(compared.by_chance)}

@@ -9,6 +9,10 @@ than that span has dimensions is determined by least squares, and the numbers le
 are exact, and are read as whole rows are. Other rows are completed in the span of the completed
 ones, which has no more dimensions than there are inputs.
 
+**A first step of Adam** shows small numbers well, and of large ones the sign alone (`adam_step`).
+Each number counts by its own variance, and large ones as if they had not come. A row's small
+numbers determine it, so that in MiniLM a tenth of a per cent of it stays wrong.
+
 **A change of weights** is rounded to the precision of each weight w: to a step of 2^-23 w or less,
 which small weights hardly feel. So each number counts by its own step, up to a limit: several
 local steps move all of them. That removes what rounding puts outside of the span, masked or not.
@@ -29,6 +33,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fedleak.attacks.adam_step import BehindAdam
 from fedleak.attacks.certificate import lacks_numbers
 from fedleak.attacks.subspace.atoms import NOTHING
 from fedleak.attacks.subspace.span import row_space
@@ -82,6 +87,8 @@ def completed(
     if int(observed[family.word_embedding].any(1).sum()) >= sent_OD.shape[1]:
         return None  # that many words span everything, as where a tied layer gives all a row
     came_OD, variance_OD = _came(sent_OD), _rounding(model, seen, names)
+    if variance_OD is not None:
+        came_OD &= variance_OD.isfinite()
     if variance_OD is None and came_OD.all():
         return None
     sent = _Sent(sent_OD, came_OD, variance_OD)
@@ -126,6 +133,9 @@ def _came(sent_OD: Tensor) -> Tensor:
 
 def _rounding(model: LanguageModel, seen: Observation, names: Sequence[str]) -> Tensor | None:
     """Returns the variance [O, D] of what rounding of the weights adds to a gradient, or None."""
+    if isinstance(seen, BehindAdam):
+        variances = {name: seen.variance(model, name) for name in names}
+        return torch.cat([*model.family.projections(variances, 0).values()])
     if seen.update.kind == UpdateKind.GRADIENT:
         return None
     before, tensors = dict(model.module.named_parameters()), seen.update.tensors
@@ -203,6 +213,7 @@ def _completed_in(basis_RD: Tensor, sent: _Sent) -> Tensor:
         right_N = fit.noise_N < most**2 * size_N
         right_N &= fit.noise_N * fit.amplified_N < most_amplified**2 * fit.row_ND.square().sum(1)
         rest_ND = (sent_ND - fit.row_ND) * count_ND.sqrt()  # white
+        rest_ND -= rest_ND @ basis_RD.T @ basis_RD
         outside_N = fit.noise_N * fit.amplified_N / rank * (width - rank)
         rest_ND *= (outside_N.sqrt() / rest_ND.norm(dim=1).clamp_min(NOTHING))[:, None]
         whole_OD[rows_N[right_N]] = (fit.row_ND + rest_ND)[right_N].to(whole_OD)

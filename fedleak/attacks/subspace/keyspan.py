@@ -15,8 +15,8 @@ certifies it: a right set leaves rounding, a set with one wrong token thousands 
 In a rotary model, whose inputs do not depend on positions, sentences grow from their beginnings
 (`prefix_tree`).
 
-After a mask or pruning, rows are completed first (`completion`). If too few rows of queries and
-keys can be completed, the last block groups the pairs (`paired_texts`).
+After a mask or pruning, or a step of Adam, rows are completed first (`completion`). If too few
+rows of queries and keys can be completed, the last block groups the pairs (`paired_texts`).
 
 The sentences that the model's own gradient confirms (`certificate`) are subtracted from the update,
 and the rest is read anew: tokens that two sentences shared become seeds. Batch size, lengths and
@@ -36,6 +36,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedleak.attacks import AttackSetting, Show, certificate
+from fedleak.attacks.adam_step import behind_adam
 from fedleak.attacks.clock import Clock, Seconds
 from fedleak.attacks.reconstruction import Ids, Reconstruction
 from fedleak.attacks.subspace.answer import (
@@ -123,6 +124,7 @@ class Keyspan(Reader):
     ) -> Reading:
         """Returns the sentences whose keys and queries span the gradients at their tokens."""
         clock, tell = Clock(self.seconds), telling(on_progress, model)
+        seen = behind_adam(seen, model) or seen
         observed, size = certificate.as_gradient(seen), seen.update.num_examples
         names = [name for name in model.family.attention_parameters(0) if name in observed]
         mended = completed(model, seen, observed, names)

@@ -5,8 +5,8 @@ of the layer's inputs: hidden states of all tokens. So the states of a right pre
 the rows of a layer than those of other tokens, and, where states depend on it, of another order.
 DAGER (Petrov et al. 2024) asks whether states lie in the span of the rows; here a share is enough.
 So it works with adapters, which have fewer rows than a batch has tokens, and after Adam, whose
-first step leaves little more than signs: signs of Gaussian numbers still point along them (Bussgang
-1952).
+first step leaves little more than signs of large numbers: signs of Gaussian numbers still point
+along them (Bussgang 1952).
 
 - **Units.** The model itself writes texts, whose inputs and gradients at outputs show which
   directions are common. They whiten a gradient, together with its noise (`whitening`). Adam's

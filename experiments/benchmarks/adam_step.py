@@ -1,0 +1,125 @@
+"""What attacks read of an encoder's whole update after one step of AdamW.
+
+    python experiments/benchmarks/adam_step.py --model FOLDER --texts FILE [--batch 4]
+        [--attack auto] [--seconds 60] [--rate 5e-5] [--clip 1] [--dropout]
+
+FILE has a text on each line. The classifier is new, with two classes. Seconds are CPU time of this
+process. Beside the ROUGE-L of an answer stands that of the answer to the client before.
+"""
+
+import argparse
+import math
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+
+from fedleak.attacks import clock, kinds, replay
+from fedleak.audit.answer_scores import score_sequences
+from fedleak.audit.metrics.intervals import wilson
+from fedleak.models import CLASSIFICATION, LanguageModel, ModelSpec, load_parameters_, loading
+from fedleak.training.local import local_update_
+from fedleak.training.observation import Knowledge, Observation, UpdateKind
+from fedleak.training.recipe import Recipe
+from fedleak.training.settings import LocalTraining
+from fedleak.util.rng import stream
+
+
+def main() -> None:
+    """Prints a line for each client, and the totals."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--texts", required=True, type=Path)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument(
+        "--attack", default="auto", choices=["auto", "keyspan", "position_marginals"]
+    )
+    parser.add_argument("--seconds", type=float, default=60.0, help="for one update")
+    parser.add_argument("--rate", type=float, default=5e-5)
+    parser.add_argument("--clip", type=float, help="the norm of a gradient, at most")
+    parser.add_argument("--clients", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dropout", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    model = loading.load(ModelSpec(name=options.model, task=CLASSIFICATION, num_labels=2))
+    lines = [line.strip() for line in options.texts.read_text().splitlines()]
+    lines = [line for line in lines if 6 <= len(line.split()) <= 24]
+    random.Random(options.seed).shuffle(lines)
+    clock.now = time.process_time
+    made: Any = kinds()[options.attack]
+    attack = made(seconds=options.seconds)
+    recipe = Recipe(optimiser="adamw", weight_decay=0.01, max_grad_norm=options.clip)
+    how = LocalTraining(
+        kind=UpdateKind.DELTA,
+        batch_size=options.batch,
+        epochs=1,
+        learning_rate=options.rate,
+        dropout=options.dropout,
+        recipe=recipe,
+    )
+    known = Knowledge(
+        learning_rate=options.rate,
+        local_steps=1,
+        local_epochs=1,
+        dropout=options.dropout,
+        recipe=recipe,
+    )
+    before = {name: value.clone() for name, value in model.parameters().items()}
+    exact = proved = 0
+    alike: list[tuple[float, float]] = []
+    previous: Sequence[tuple[int, ...]] = ()
+    for client in range(options.clients):
+        texts = lines[client * options.batch :][: options.batch]
+        own = [tuple(ids) for ids in model.encode(texts)]
+        labels = [i % 2 for i in range(options.batch)]
+        update = local_update_(model, own, labels, how, seed=client)
+        load_parameters_(model, before)
+        tensors = {
+            name: recipe.without_decay(value, before[name], options.rate, 1)
+            for name, value in update.tensors.items()
+        }
+        seen = Observation(
+            round=1, client=0, update=replace(update, tensors=tensors), knowledge=known
+        )
+        begin = time.process_time()
+        answer = attack(seen, model, rng=stream(options.seed, "attack", client))
+        seconds = time.process_time() - begin
+        sequences = answer.sequences or ()
+        replayed = None if answer.verified else replay.replay(model, sequences, seen)
+        right = (Counter(own) & Counter(sequences)).total()
+        certain = answer.verified or (replayed is not None and replayed.verified)
+        exact, proved = exact + right, proved + certain
+        verdict = "proved" if certain else "not proved"
+        rouge, other = _rouge(sequences, own, model), _rouge(previous, own, model)
+        alike, previous = [*alike, (rouge, other)], sequences
+        print(
+            f"{client}: {right} of {len(own)} exact, {verdict}, ROUGE-L {rouge:.0f} ({other:.0f}), "
+            f"{seconds:.1f} CPU-s",
+            flush=True,
+        )
+    count, share = options.clients, wilson(exact, options.clients * options.batch)
+    rouge, others = mean(own for own, _ in alike), [other for _, other in alike[1:]]
+    print(
+        f"{exact} of {count * options.batch} texts exact [{100 * share.low:.0f}, "
+        f"{100 * share.high:.0f}], {proved} of {count} updates proved, ROUGE-L {rouge:.0f} "
+        f"(another update's {mean(others) if others else math.nan:.0f})"
+    )
+
+
+def _rouge(
+    sequences: Sequence[tuple[int, ...]], own: Sequence[tuple[int, ...]], model: LanguageModel
+) -> float:
+    """Returns the mean ROUGE-L of texts in their best match."""
+    texts = score_sequences(sequences, own, model).texts or ()
+    return mean([text.rougeL or 0.0 for text in texts] or [0.0])
+
+
+if __name__ == "__main__":
+    main()
