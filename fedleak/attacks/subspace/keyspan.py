@@ -188,7 +188,7 @@ class Keyspan(Reader):
             late += ": sentences that are here are guesses"
             answer = replace(answer.with_diagnostics(time_up=True), reason=answer.reason and late)
         # It blurs the bag, too; where a sentence stands out, so does the bag.
-        tokens = (answer.tokens or ()) if answer.verified or not answer.reason else ()
+        tokens = (answer.tokens or ()) if answer.verified or passed else ()
         return Reading.of(answer, members=tuple(certain), tokens=tokens, scale=counted.scale)
 
 
@@ -328,7 +328,9 @@ def _answer(
     verdict = certificate.verify(model, members, seen, clock)
     sequences = likeliest(passed, nearest, verdict, seen.update.num_examples)
     reason = "" if passed else "nothing proved: tokens and sentences are the likeliest ones"
-    if reason and first.span.full:
+    if passed and not first.span.exact and not verdict.verified:
+        reason = "nothing proved: noise or rounding lets wrong sentences pass, too"
+    elif reason and first.span.full:
         reason = (
             "nothing proved: there are more tokens than the hidden size "
             f"({model.hidden_size}), so that these are the likeliest and no sentence is sought"
