@@ -10,7 +10,6 @@ gradient alone (`evidence`), so that a sequence of one attack can stand beside a
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from fedleak.attacks import AttackSetting, OneByOne, Progress, Show, Step, certificate, replay
 from fedleak.attacks import clock as timing
-from fedleak.attacks.adam_step import BehindAdam, behind_adam
+from fedleak.attacks.adam_step import behind_adam
 from fedleak.attacks.analytic.position_marginals import PositionMarginals
 from fedleak.attacks.analytic.query_gradients import QueryGradients
 from fedleak.attacks.auto.budget import OF_SPANS, Pace, Reserve
@@ -242,10 +241,8 @@ class _Attempt:
         self._seen, self._model, self._rng, self._on_progress = seen, model, rng, on_progress
         self._replaying = _REPLAYING * settings.seconds
         self._pace, self._most = Pace(seen, model), _READ * seen.update.num_examples
-        # Of decoders signs tell as much: where all words have a gradient, none can be completed.
-        behind = behind_adam(seen, model) if model.task == CLASSIFICATION else None
-        self.whole = self.rest = behind or seen
-        self.findings = Findings()
+        self.whole, self._complete = _whole(seen, model)
+        self.findings, self.rest = Findings(), self.whole
 
     def ask_all(self) -> Choice | None:
         """Runs the attacks in turn; returns the choice that explains what none of them proved.
@@ -428,16 +425,8 @@ class _Attempt:
 
     def _observed(self) -> Mapping[str, Tensor]:
         """Returns the gradient that sequences are compared by: what is known well of it."""
-        known_well = self._completed if self.rest is self.whole else None
-        return known_well or certificate.as_gradient(self.rest)
-
-    @cached_property
-    def _completed(self) -> Mapping[str, Tensor] | None:
-        """The gradients of the first attention, if a step of Adam shows most of their numbers."""
-        if not isinstance(self.whole, BehindAdam):
-            return None
-        names, tensors = self._model.family.attention_parameters(0), self.whole.update.tensors
-        return completed(self._model, self.whole, tensors, [n for n in names if n in tensors])
+        complete = self._complete if self.rest is self.whole else None
+        return complete or certificate.as_gradient(self.rest)
 
     def _choice(self, pool: Sequence[Ids]) -> Choice:
         """Returns the sequences of a pool that explain what is left best.
@@ -587,6 +576,25 @@ class _Attempt:
         if noise_of(self._seen) is not None:
             return certificate.NOTHING_PROVED
         return certificate.judge(self._model, batch, self._seen, self._clock)
+
+
+def _whole(
+    seen: Observation, model: LanguageModel
+) -> tuple[Observation, Mapping[str, Tensor] | None]:
+    """Returns the gradient behind a batch's step of Adam, and all of that of the first attention.
+
+    It is the update itself, and None, if it is no such step, and where signs tell as much: of a
+    single text, and where no gradient can be completed, as by dropout, and where all words have
+    one, as of decoders.
+    """
+    several = seen.update.num_examples > 1 and not seen.knowledge.dropout
+    behind = behind_adam(seen, model) if several and model.task == CLASSIFICATION else None
+    if behind is None:
+        return seen, None
+    tensors = behind.update.tensors
+    names = [name for name in model.family.attention_parameters(0) if name in tensors]
+    complete = completed(model, behind, tensors, names) if names else None
+    return (seen, None) if complete is None else (behind, complete)
 
 
 _NOT_PROVED = {
