@@ -13,7 +13,7 @@ over the rate, 4e-5 for a weight of .05 and a rate of 5e-5. So g is known within
 d = h (|g| + eps)^2 / eps: a number of 1e-5 within 4 %, one of 1e-4 within 40 %, and one above
 eps / h not at all. Most numbers of a batch's gradient are small, the more of a model that is large,
 and clipping to a norm makes them smaller. A weight that begins at zero, as the second matrix of an
-adapter does, has a last place as small as the step's, and shows numbers up to a tenth.
+adapter does, has a last place as small as the step's, and shows numbers up to some hundredths.
 
 Rounding is uniform, so that d^2 / 3 is the variance of each number. Weighted by it, few unknowns
 are fitted far better than one number is known: of MiniLM's first queries, keys and values 20 % of
@@ -40,10 +40,10 @@ _EPSILON = 1e-8
 """What torch adds to Adam's divisor."""
 
 _ARITHMETIC = 4.0
-"""Rounding of Adam's own arithmetic, in units of the last place of a step."""
+"""Rounding of Adam's own arithmetic, in halves of the last place of a step."""
 
 _EPS, _EXPONENT = torch.finfo(torch.float32).eps, 0x7F800000
-"""Twice the last place of 1, and the bits of an exponent."""
+"""The last place of 1, and the bits of an exponent."""
 
 _KNOWN = 0.5
 """A number is known if it is below this share of the gradient whose step lacks as much as rounding
