@@ -96,9 +96,9 @@ def behind_adam(seen: Observation, model: LanguageModel) -> BehindAdam | None:
     gradients, off = {}, 0
     for name, step_X in update.tensors.items():
         before_X = model.module.get_parameter(name).detach()
-        off += int(((before_X + step_X) - before_X != step_X).sum())
         if {before_X.dtype, step_X.dtype} != {torch.float32}:
             return None
+        off += int(((before_X + step_X) - before_X != step_X).sum())
         error_X, share_X = _error(before_X, known.learning_rate), step_X.abs() / known.learning_rate
         if bool((share_X > 1 + 2 * error_X).any()):
             return None

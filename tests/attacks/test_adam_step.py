@@ -109,6 +109,10 @@ def behind(defense):
         behind(Quantize(bits=8)),
         behind(Cast(dtype="float16")),
         behind(Cast(dtype="bfloat16")),
+        lambda seen: replace(
+            seen, update=seen.update.changed(lambda step_X: step_X.bfloat16().float())
+        ),
+        lambda seen: replace(seen, update=seen.update.changed(lambda step_X: 0.999 * step_X)),
         lambda seen: replace(seen, client=-1),
     ],
     ids=[
@@ -125,6 +129,8 @@ def behind(defense):
         "8 bits",
         "float16",
         "bfloat16",
+        "bfloat16, widened again",
+        "shorter steps, off the grid",
         "a sum",
     ],
 )
