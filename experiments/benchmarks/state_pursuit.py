@@ -1,7 +1,7 @@
 """What `state_pursuit` reads of a decoder's update, and how much of it is proved.
 
     python experiments/benchmarks/state_pursuit.py --model FOLDER --texts FILE \
-        [--rank 8 | --full | --defense '{kind = "sign"}']
+        [--rank 8 | --full [--clip 1] | --defense '{kind = "sign"}']
 
 FILE has a text on each line. Clients make steps of AdamW on adapters, or with `--full` on all
 weights, which are first trained on other texts, as in earlier rounds. With `--defense` they send
@@ -54,6 +54,7 @@ def main() -> None:
     trained.add_argument("--full", action="store_true")
     trained.add_argument("--defense", help="a table, as in an experiment file")
     parser.add_argument("--auto", action="store_true", help="asks the attack auto instead")
+    parser.add_argument("--clip", type=float, help="the norm of a gradient, at most")
     parser.add_argument("--seconds", type=float, help="for one update")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--steps", type=int, default=1)
@@ -78,7 +79,8 @@ def main() -> None:
     random.Random(options.seed).shuffle(lines)
     of_client = options.batch * options.steps
     texts = [tuple(ids) for ids in model.encode(lines[: WARM + options.clients * of_client])]
-    how = replace(EARLIER, batch_size=options.batch, learning_rate=5e-5)
+    recipe = replace(EARLIER.recipe, max_grad_norm=options.clip)
+    how = replace(EARLIER, batch_size=options.batch, learning_rate=5e-5, recipe=recipe)
     if defense is None:
         earlier = replace(EARLIER, learning_rate=2e-5) if options.full else EARLIER
         local_update_(model, texts[:WARM], [0] * WARM, earlier, seed=1)

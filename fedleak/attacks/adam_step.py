@@ -49,7 +49,7 @@ _KNOWN = 0.5
 """A number is known if it is below this share of the gradient whose step lacks as much as rounding
 may move it."""
 
-_OFF_GRID = 0.01
+_OFF_GRID = 0.05
 """Share of steps that may be off the grid: decay moves few weights to where the grid is another."""
 
 

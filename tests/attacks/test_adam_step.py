@@ -15,7 +15,7 @@ from fedleak.defenses.cast import Cast
 from fedleak.defenses.gaussian_noise import GaussianNoise
 from fedleak.defenses.mask import Mask
 from fedleak.defenses.quantize import Quantize
-from fedleak.models import ModelSpec, loading
+from fedleak.models import CAUSAL_LM, ModelSpec, loading
 from fedleak.models.lora import Lora
 from fedleak.training.observation import UpdateKind
 from fedleak.training.recipe import Recipe
@@ -24,6 +24,12 @@ from fedleak.util.rng import stream
 pytestmark = pytest.mark.core
 
 TEXTS = ["the patient has a fever today", "my sister lost her job last week"]
+SENTENCES = [
+    "The little girl gave her old doll to a friend.",
+    "My brother has been ill since Monday, and nobody knows why.",
+    "She found the letters that he had hidden under the stairs.",
+    "We sold our house because of the money.",
+]
 RATE = 1e-3
 ADAMW = Recipe(optimiser="adamw", weight_decay=0.01)
 SMALL = replace(ADAMW, max_grad_norm=0.02)
@@ -164,7 +170,7 @@ def test_the_first_attention_is_fitted_in_the_span_of_words_and_places(model, st
     observed = stepped(model, SMALL)
     seen, names = behind_adam(observed.seen, model), model.family.attention_parameters(0)
     with torch.no_grad():
-        fitted = completed(model, seen, seen.update.tensors, names)
+        fitted = completed(model, seen, seen.update.tensors, names).gradients
     query, key, _ = names
     for name in (query, key):
         size = observed.gradient[name].norm()
@@ -177,6 +183,27 @@ def test_auto_reads_a_batch_from_the_gradient_and_proves_it_by_the_step(model, s
     assert sorted(answer.sequences) == sorted(observed.sequences)
     assert answer.verified
     assert answer.diagnostics["asked"] == {"keyspan": "recovered"}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_auto_reads_a_batch_of_a_decoder_from_the_gradient(small, observe, stepped, family):
+    decoder = small(family, CAUSAL_LM, width=128, layers=3)
+    observed = stepped(decoder, SMALL, [*TEXTS, "the old dog sleeps"])
+    answer = Auto(seconds=60.0)(observed.seen, decoder, rng=stream(0, "attack"))
+    assert sorted(answer.sequences) == sorted(observed.sequences)
+    assert answer.verified
+    assert answer.diagnostics["asked"] == {"keyspan": "recovered"}
+
+
+def test_a_real_decoders_batch_is_read_whose_words_have_the_longest_of_all_rows(assets, stepped):
+    spec = ModelSpec(name=str(assets / "models" / "stories15m"), task=CAUSAL_LM, num_labels=2)
+    decoder = loading.load(spec)
+    recipe = replace(ADAMW, max_grad_norm=1.0)
+    observed = stepped(decoder, recipe, SENTENCES, rate=5e-5)
+    assert observed.seen.update.tensors[decoder.family.word_embedding].any(1).all()
+    answer = Auto(seconds=120.0)(observed.seen, decoder, rng=stream(0, "attack"))
+    assert sorted(answer.sequences) == sorted(observed.sequences)
+    assert answer.verified
 
 
 def test_classes_are_those_that_explain_a_step(model, stepped):

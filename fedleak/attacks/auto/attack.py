@@ -10,6 +10,7 @@ gradient alone (`evidence`), so that a sequence of one attack can stand beside a
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from fedleak.attacks import AttackSetting, OneByOne, Progress, Show, Step, certificate, replay
 from fedleak.attacks import clock as timing
-from fedleak.attacks.adam_step import behind_adam
+from fedleak.attacks.adam_step import BehindAdam, behind_adam
 from fedleak.attacks.analytic.position_marginals import PositionMarginals
 from fedleak.attacks.analytic.query_gradients import QueryGradients
 from fedleak.attacks.auto.budget import OF_SPANS, Pace, Reserve
@@ -72,8 +73,8 @@ ENSEMBLE: tuple[tuple[Single, str], ...] = (
 
 Of several texts of an encoder `keyspan` goes before `maximum_likelihood`, and `query_gradients`
 before both if a text is longer than a head is wide: neither is cheap there. Of decoders `dager`
-goes before `keyspan`, which is not cheap, and `state_pursuit` before both after Adam, and where
-numbers were rounded or left out.
+goes before `keyspan`, which is not cheap, but where numbers are missing and after a step of Adam,
+and `state_pursuit` before both after several steps of Adam, and where numbers were rounded.
 """
 
 _CHOOSING = 0.5
@@ -181,7 +182,7 @@ class Auto(OneByOne):
     """
 
     kind: ClassVar[str] = "auto"
-    version: ClassVar[int] = 28
+    version: ClassVar[int] = 29
     slow: ClassVar[bool] = True
     uses: ClassVar[frozenset[str]] = Lamp.uses | {"noise_scale"}
     seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 120.0
@@ -241,8 +242,29 @@ class _Attempt:
         self._seen, self._model, self._rng, self._on_progress = seen, model, rng, on_progress
         self._replaying = _REPLAYING * settings.seconds
         self._pace, self._most = Pace(seen, model), _READ * seen.update.num_examples
-        self.whole, self._complete = _whole(seen, model)
+        self.whole, self._complete = self._completed()
         self.findings, self.rest = Findings(), self.whole
+
+    @cached_property
+    def _behind(self) -> BehindAdam | None:
+        """The gradient behind a step of Adam; None: the update is no such step."""
+        return behind_adam(self._seen, self._model)
+
+    def _completed(self) -> tuple[Observation, Mapping[str, Tensor] | None]:
+        """Returns the gradient behind a batch's step, and all of that of the first attention.
+
+        It is the update itself, and None, if it is no step of Adam, and where signs tell as much:
+        of a single text, of decoders, and where no gradient can be completed, as by dropout.
+        """
+        seen, model = self._seen, self._model
+        several = seen.update.num_examples > 1 and not seen.knowledge.dropout
+        behind = self._behind if several and model.task == CLASSIFICATION else None
+        if behind is None:
+            return seen, None
+        tensors = behind.update.tensors
+        names = [name for name in model.family.attention_parameters(0) if name in tensors]
+        complete = completed(model, behind, tensors, names) if names else None
+        return (seen, None) if complete is None else (behind, complete.gradients)
 
     def ask_all(self) -> Choice | None:
         """Runs the attacks in turn; returns the choice that explains what none of them proved.
@@ -255,7 +277,9 @@ class _Attempt:
         if model.family.causal:
             # DAGER reads a decoder's texts of any length, one token after the other, and cheaply.
             late: tuple[type[Single], ...] = (Keyspan, StatePursuit, Lamp)
-            if self._has_no_span():
+            if self._lacks_numbers() or self._behind is not None:
+                late = (PositionMarginals, StatePursuit, Dager, Lamp)
+            elif self._has_no_span():
                 late = (Dager, Keyspan, Lamp)
             able.sort(key=lambda attack: isinstance(attack, late) and 1 + late.index(type(attack)))
         elif seen.update.num_examples > 1 and seen.knowledge.adds_up:
@@ -276,8 +300,7 @@ class _Attempt:
             timed = self._timed(attack, clues)
             if timed is None:
                 break
-            # Rows of embeddings have large numbers, of which a step of Adam shows signs alone.
-            rest = self._seen if isinstance(attack, PositionMarginals) else self.rest
+            rest = self._seen_by(attack)
             reading = self._made_again(read_with(timed, rest, model, clues, self._rng, tell))
             self.findings = self.findings.and_(attack.kind, reading)
             if reading.answer.verified or reading.settled:
@@ -297,6 +320,14 @@ class _Attempt:
             self._on_progress(Progress(len(able), len(able), 1 - fit, text, "mending"))
 
         return self._mended(self.findings.unproved(self._most), show)
+
+    def _seen_by(self, attack: Single) -> Observation:
+        """Returns what is left of the update, in the form that tells an attack most."""
+        if isinstance(attack, PositionMarginals):
+            # Rows of embeddings have large numbers, of which a step of Adam shows signs alone.
+            return self._seen
+        first = isinstance(attack, Keyspan) and self.rest is self._seen
+        return (self._behind or self.rest) if first else self.rest
 
     def _clues(self, attack: Single) -> Clues:
         """Returns what the attacks before found, the best guesses first for gradient matching.
@@ -576,25 +607,6 @@ class _Attempt:
         if noise_of(self._seen) is not None:
             return certificate.NOTHING_PROVED
         return certificate.judge(self._model, batch, self._seen, self._clock)
-
-
-def _whole(
-    seen: Observation, model: LanguageModel
-) -> tuple[Observation, Mapping[str, Tensor] | None]:
-    """Returns the gradient behind a batch's step of Adam, and all of that of the first attention.
-
-    It is the update itself, and None, if it is no such step, and where signs tell as much: of a
-    single text, and where no gradient can be completed, as by dropout, and where all words have
-    one, as of decoders.
-    """
-    several = seen.update.num_examples > 1 and not seen.knowledge.dropout
-    behind = behind_adam(seen, model) if several and model.task == CLASSIFICATION else None
-    if behind is None:
-        return seen, None
-    tensors = behind.update.tensors
-    names = [name for name in model.family.attention_parameters(0) if name in tensors]
-    complete = completed(model, behind, tensors, names) if names else None
-    return (seen, None) if complete is None else (behind, complete)
 
 
 _NOT_PROVED = {

@@ -31,6 +31,9 @@ ROUNDING = 4 * torch.finfo(torch.float32).eps
 SUBTRACTED = 1e-5
 """Relative error of a sentence's gradient that was taken out of the update."""
 
+_LEAST_NOISE = 1e-4
+"""Noise of an output, as a share of the largest, below which it counts as this large."""
+
 _NO_MORE = 0.1
 """Relative precision of what is left of an update at which nothing is left."""
 
@@ -43,8 +46,9 @@ class Targets:
         bag: The tokens of the batch.
         span: The row space of the gradients.
         noise: The norm of each gradient's noise, by parameter name.
-        target_NHK: The gradient at each token's query, then key, up to scale.
+        target_NHK: The gradient at each token's query, then key, up to scale, times the weights.
         noise_NH: Standard deviation of the noise in each number of a target.
+        weight_HK: What the numbers of an output count.
     """
 
     bag: TokenBag
@@ -52,6 +56,7 @@ class Targets:
     noise: dict[str, float]
     target_NHK: Tensor
     noise_NH: Tensor
+    weight_HK: Tensor
 
     def clearest(self) -> list[int]:
         """Returns the tokens, as indices of the bag, the clearest gradient first."""
@@ -241,6 +246,7 @@ def atoms_of(
     target_NHK = torch.cat([heads(coeffs.value_NO, block.num_heads) for coeffs in values], 1)
     noise_NHK = torch.cat([heads(coeffs.noise_NO, block.num_heads) for coeffs in values], 1)
     vector_HAK = torch.cat([spanning[side].double().transpose(0, 1) for side in sides])
+    weight_HK = weights(target_NHK, noise_NHK, exact=span.exact)
     first, last = None, None
     if not family.causal:
         first, last = model.tokenizer.cls_token_id, model.tokenizer.sep_token_id
@@ -250,17 +256,30 @@ def atoms_of(
         noise=noises(model, bag, gradients),
         bag_A=bag_A,
         position_A=position_A,
-        # No atom explains anything in rows that did not come.
-        vector_HAK=vector_HAK * target_NHK.any(0)[:, None],
+        weight_HK=weight_HK,
+        vector_HAK=vector_HAK * weight_HK[:, None],
         of_keys_H=torch.tensor(
             [side == "key" for side in sides for _ in range(block.num_heads)]
         ).to(x_AD.device),
-        target_NHK=target_NHK,
-        noise_NH=noise_NHK.square().mean(-1).sqrt(),
+        target_NHK=target_NHK * weight_HK,
+        noise_NH=(noise_NHK * weight_HK).square().mean(-1).sqrt(),
         causal=family.causal,
         first=first,
         last=last,
     )
+
+
+def weights(target_NHK: Tensor, noise_NHK: Tensor, *, exact: bool) -> Tensor:
+    """Returns what the numbers [H, K] of an output count, in spans of targets as in targets.
+
+    Nothing if they did not come: no token explains anything there. Noise grows with the numbers of
+    an output, which count less by as much, so that all outputs tell right spans from wrong ones.
+    """
+    told_HK = target_NHK.any(0).double()
+    if exact:
+        return told_HK
+    noise_HK = noise_NHK[0]  # that of other tokens is in proportion
+    return told_HK / noise_HK.clamp_min(_LEAST_NOISE * float(noise_HK.max()))
 
 
 def noises(

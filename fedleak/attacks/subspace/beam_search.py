@@ -41,11 +41,11 @@ class Spanned(Judged):
     is rejected; the sentence that only comes nearest has 0 as its `rejected`.
 
     Attributes:
-        seed: Index of the seed in the bag.
+        seeds: Tokens, as indices of the bag, whose gradients are this sentence's alone.
         members_M: Its atoms; None: it was not made of atoms.
     """
 
-    seed: int
+    seeds: tuple[int, ...]
     members_M: Tensor | None = field(default=None, compare=False)
 
     @property
@@ -67,7 +67,7 @@ def read_seeds(atoms: Atoms, seeds: Sequence[int], width: int, clock: Clock) -> 
                 kept, own, rejected = needed(atoms, seeds[i], members_SWM[i, w], at_SW[i, w], clock)
                 if own < atoms.accepts(kept) and atoms.whole(kept):
                     del best[i]
-                    yield Spanned(atoms.ids(kept), own, rejected, seeds[i], kept)
+                    yield Spanned(atoms.ids(kept), own, rejected, (seeds[i],), kept)
                     continue
             rest_W = rest_SW[i].masked_fill(~whole_SW[i], math.inf)
             if rest_W.min() < best[i][0]:
@@ -78,7 +78,7 @@ def read_seeds(atoms: Atoms, seeds: Sequence[int], width: int, clock: Clock) -> 
             break
     for i, (rest, members_M) in best.items():
         if math.isfinite(rest):
-            yield Spanned(atoms.ids(members_M), rest, 0.0, seeds[i], members_M)
+            yield Spanned(atoms.ids(members_M), rest, 0.0, (seeds[i],), members_M)
 
 
 def needed(

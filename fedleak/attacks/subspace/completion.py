@@ -17,17 +17,22 @@ numbers determine it, so that in MiniLM a tenth of a per cent of it stays wrong.
 which small weights hardly feel. So each number counts by its own step, up to a limit: several
 local steps move all of them. That removes what rounding puts outside of the span, masked or not.
 
+**A tied output layer** gives the row of every word a gradient, but longer ones to the words of the
+texts. So the words with the longest rows are known vectors, as many as the rows of the attention
+can tell apart. Of words that are in no text the parts there are noise: half of those whose parts
+are no more than that are left out, and the others fitted anew, until none is left.
+
 A zero is a number that did not come, if there are more zeros than rounding makes: it makes about as
 many as there are equal numbers. (Of numbers on a grid, two are equal as often as one is zero.)
 
-Limits: no dropout, and both embeddings' rows must have come. A mask that keeps a share a of D
+Limits: no dropout, and rows of both embeddings must have come. A mask that keeps a share a of D
 numbers leaves a D of a row: distinct words and places must be fewer, but for its chance.
 
 Shapes: D hidden size, O outputs, N rows at once, M known vectors, R their rank.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -59,8 +64,30 @@ _DEPENDENT = 1e-5
 _EQUAL = 10.0
 """Zeros for each pair of equal numbers, above which they are no rounded numbers."""
 
+_LONGEST = 0.75
+"""Vectors that are tried where all tokens have a row, as a share of the numbers that came of a row
+of the attention."""
+
+_ROWS = 256
+"""Rows of the attention that tell which tokens are in a text."""
+
+_NEEDED = 6.0
+"""Standard deviations by which a token's part must be above what noise makes it."""
+
 _EQUATIONS = 2**22
 """Numbers of equations that are in memory at once."""
+
+
+class Completed(NamedTuple):
+    """Gradients with whole rows.
+
+    Attributes:
+        gradients: By parameter name; zeros for the rows that cannot be completed.
+        tokens_N: The tokens in whose span they are, in rising order.
+    """
+
+    gradients: dict[str, Tensor]
+    tokens_N: Tensor
 
 
 def completed(
@@ -68,8 +95,8 @@ def completed(
     seen: Observation,
     observed: Mapping[str, Tensor],
     names: Sequence[str],
-) -> dict[str, Tensor] | None:
-    """Returns gradients with whole rows: those that can be completed, and zeros for the others.
+) -> Completed | None:
+    """Returns gradients with whole rows.
 
     None if they are whole as they came, or if none of them can be completed.
 
@@ -84,15 +111,16 @@ def completed(
     tables = {family.word_embedding, family.position_embedding} - {None}
     if not tables <= observed.keys():
         return None
-    if int(observed[family.word_embedding].any(1).sum()) >= sent_OD.shape[1]:
-        return None  # that many words span everything, as where a tied layer gives all a row
     came_OD, variance_OD = _came(sent_OD), _rounding(model, seen, names)
     if variance_OD is not None:
         came_OD &= variance_OD.isfinite()
     if variance_OD is None and came_OD.all():
         return None
     sent = _Sent(sent_OD, came_OD, variance_OD)
-    whole_OD = _completed_in(_known(model, observed), sent)
+    tokens_N = _tokens(model, observed, sent)
+    if not len(tokens_N):
+        return None
+    whole_OD = _completed_in(_basis(_vectors(model, observed, tokens_N)), sent)
     if (span := row_space([whole_OD])) is not None and span.exact:
         again_OD = _completed_in(span.basis_DR.T, sent)
         whole_OD = torch.where(whole_OD.any(1, keepdim=True), whole_OD, again_OD)
@@ -103,7 +131,7 @@ def completed(
     rows = torch.split(whole_OD, [len(part_OD) for part_OD in parts])
     for part_OD, rows_OD in zip(parts, rows, strict=True):
         part_OD.copy_(rows_OD)
-    return whole
+    return Completed(whole, tokens_N)
 
 
 class _Sent(NamedTuple):
@@ -151,44 +179,120 @@ def _rounding(model: LanguageModel, seen: Observation, names: Sequence[str]) -> 
     return scale * step_OD.square() / 12
 
 
-def _known(model: LanguageModel, observed: Mapping[str, Tensor]) -> Tensor:
-    """Returns an orthonormal basis [R, D] of the span in which all inputs lie."""
+def _tokens(model: LanguageModel, observed: Mapping[str, Tensor], sent: _Sent) -> Tensor:
+    """Returns the tokens [N] of the batch, in rising order: those whose embedding rows came.
+
+    Where the output layer is the embedding all rows came. The rows of a text's tokens are among the
+    longest, and of the tokens with the longest rows the attention needs those of texts alone.
+    """
+    length_V: Tensor = observed[model.family.word_embedding].double().norm(dim=1)
+    tokens_N: Tensor = length_V.nonzero()[:, 0]
+    if len(tokens_N) < sent.value_OD.shape[1]:
+        return tokens_N
+    came_O = sent.came_OD.sum(1)
+    best_O = came_O.topk(min(_ROWS, len(came_O))).indices
+    variance_OD = None if sent.variance_OD is None else sent.variance_OD[best_O]
+    best = _Sent(sent.value_OD[best_O], sent.came_OD[best_O], variance_OD)
+    count = int(_LONGEST * int(came_O[best_O[-1]])) - len(_vectors(model, observed, tokens_N[:0]))
+    tokens_N = length_V.topk(max(count, 0)).indices.sort().values
+    while len(tokens_N):
+        needed_N = _needed(_vectors(model, observed, tokens_N), best)[: len(tokens_N)]
+        spare_N = (needed_N < _NEEDED).nonzero()[:, 0]
+        # Of tokens with nearly the same embedding each is spare, and one of them is not.
+        spare_N = spare_N[needed_N[spare_N].argsort()][: -(-len(spare_N) // 2)]
+        if not len(spare_N):
+            break
+        kept_N = torch.ones_like(tokens_N, dtype=torch.bool)
+        kept_N[spare_N] = False
+        tokens_N = tokens_N[kept_N]
+    return tokens_N
+
+
+def _needed(vector_MD: Tensor, sent: _Sent) -> Tensor:
+    """Returns by how many deviations [M] the squares of each vector's parts are above noise."""
+    needed_M, count = vector_MD.new_zeros(len(vector_MD)), 0
+    for rows in _rows(sent, vector_MD):
+        fit = _fitted(vector_MD, rows)
+        square_NM = fit.part_NM.square() / (fit.noise_N[:, None] * fit.amplified_NM)
+        square_NM = square_NM[square_NM.isfinite().all(1)]
+        needed_M, count = needed_M + square_NM.sum(0), count + len(square_NM)
+    # Of noise each square has a mean of 1, and a variance of 2.
+    above_M: Tensor = (needed_M - count) / math.sqrt(2 * max(count, 1))
+    return above_M
+
+
+def _vectors(model: LanguageModel, observed: Mapping[str, Tensor], tokens_N: Tensor) -> Tensor:
+    """Returns vectors [M, D] in whose span all inputs of these tokens [N] lie, theirs first."""
     family = model.family
     directions = family.token_table(model.module).directions()
-    known = [directions.token_VD[observed[family.word_embedding].any(1)], directions.constant_CD]
+    known = [directions.token_VD[tokens_N], directions.constant_CD]
     if family.position_embedding is not None:
         known.append(directions.position_PD[observed[family.position_embedding].any(1)])
-    _, s_R, vh_RD = torch.linalg.svd(torch.cat(known).double(), full_matrices=False)
+    return torch.cat(known).double()
+
+
+def _basis(vector_MD: Tensor) -> Tensor:
+    """Returns an orthonormal basis [R, D] of the span of vectors."""
+    _, s_R, vh_RD = torch.linalg.svd(vector_MD, full_matrices=False)
     basis_RD: Tensor = vh_RD[s_R > _DEPENDENT * s_R[0]]
     return basis_RD
+
+
+class _Rows(NamedTuple):
+    """Rows of which more numbers came than a span has dimensions.
+
+    Attributes:
+        row_N: Which rows.
+        value_ND: The numbers, zeros for those that did not come.
+        count_ND: How many times each number counts: 0 times if it did not come.
+        size_N: The mean square of the numbers that came.
+    """
+
+    row_N: Tensor
+    value_ND: Tensor
+    count_ND: Tensor
+    size_N: Tensor
+
+
+def _rows(sent: _Sent, vector_MD: Tensor) -> Iterator[_Rows]:
+    """Yields rows that may be fitted with vectors, as many as memory holds."""
+    most, width = vector_MD.shape
+    enough_O = sent.value_OD.any(1) & (sent.came_OD.sum(1) >= most + _SPARE)
+    for row_N in torch.split(enough_O.nonzero()[:, 0], max(1, _EQUATIONS // (most * width))):
+        value_ND, came_ND = sent.value_OD[row_N].double(), sent.came_OD[row_N].double()
+        size_N, count_ND = value_ND.square().sum(1) / came_ND.sum(1), came_ND
+        if sent.variance_OD is not None:
+            count_ND = came_ND / (sent.variance_OD[row_N] + _DRIFT**2 * size_N[:, None])
+            count_ND *= (came_ND.sum(1) / count_ND.sum(1))[:, None]
+        yield _Rows(row_N, value_ND, count_ND, size_N)
 
 
 class _Fitted(NamedTuple):
     """Rows that were fitted.
 
     Attributes:
-        row_ND: In the span.
+        part_NM: Of each vector.
         noise_N: Variance of a number that counts once; NaN if it could not be fitted.
-        amplified_N: The variance of a row in all dimensions of the span, in units of `noise_N`.
+        amplified_NM: The variance of each part, in units of `noise_N`.
     """
 
-    row_ND: Tensor
+    part_NM: Tensor
     noise_N: Tensor
-    amplified_N: Tensor
+    amplified_NM: Tensor
 
 
-def _fitted(basis_RD: Tensor, sent_ND: Tensor, count_ND: Tensor) -> _Fitted:
-    """Fits rows by least squares; each number counts so many times, 0 times if it did not come."""
-    rank = len(basis_RD)
-    equations_NRR = (count_ND[:, None] * basis_RD) @ basis_RD.T
-    factor_NRR, failed_N = torch.linalg.cholesky_ex(equations_NRR)
-    inverse_NRR = torch.cholesky_inverse(factor_NRR)
-    weight_NR = inverse_NRR @ ((count_ND * sent_ND) @ basis_RD.T)[..., None]
-    row_ND = weight_NR[..., 0] @ basis_RD
-    square_N = (count_ND * (sent_ND - row_ND).square()).sum(1).clamp_min(NOTHING)
-    noise_N = square_N / ((count_ND > 0).sum(1) - rank)
+def _fitted(vector_MD: Tensor, rows: _Rows) -> _Fitted:
+    """Fits rows by least squares."""
+    equations_NMM = (rows.count_ND[:, None] * vector_MD) @ vector_MD.T
+    factor_NMM, failed_N = torch.linalg.cholesky_ex(equations_NMM)
+    inverse_NMM = torch.cholesky_inverse(factor_NMM)
+    right_NM1 = ((rows.count_ND * rows.value_ND) @ vector_MD.T)[..., None]
+    part_NM = (inverse_NMM @ right_NM1)[..., 0]
+    left_ND = rows.value_ND - part_NM @ vector_MD
+    square_N = (rows.count_ND * left_ND.square()).sum(1).clamp_min(NOTHING)
+    noise_N = square_N / ((rows.count_ND > 0).sum(1) - len(vector_MD))
     noise_N[failed_N != 0] = math.nan
-    return _Fitted(row_ND, noise_N, inverse_NRR.diagonal(dim1=1, dim2=2).sum(1))
+    return _Fitted(part_NM, noise_N, inverse_NMM.diagonal(dim1=1, dim2=2))
 
 
 def _completed_in(basis_RD: Tensor, sent: _Sent) -> Tensor:
@@ -200,21 +304,15 @@ def _completed_in(basis_RD: Tensor, sent: _Sent) -> Tensor:
     whole_OD, (rank, width) = torch.zeros_like(sent.value_OD), basis_RD.shape
     most = _ROUNDING if sent.variance_OD is None else _MOVED
     most_amplified = min(_AMPLIFIED * most, _MOVED)
-    enough_O = sent.value_OD.any(1) & (sent.came_OD.sum(1) >= rank + _SPARE)
-    for rows_N in torch.split(enough_O.nonzero()[:, 0], max(1, _EQUATIONS // (rank * width))):
-        sent_ND, came_ND = sent.value_OD[rows_N].double(), sent.came_OD[rows_N].double()
-        size_N = sent_ND.square().sum(1) / came_ND.sum(1)
-        count_ND = came_ND
-        if sent.variance_OD is not None:
-            count_ND = came_ND / (sent.variance_OD[rows_N] + _DRIFT**2 * size_N[:, None])
-            count_ND *= (came_ND.sum(1) / count_ND.sum(1))[:, None]
-        fit = _fitted(basis_RD, sent_ND, count_ND)
+    for rows in _rows(sent, basis_RD):
+        part_NR, noise_N, amplified_NR = _fitted(basis_RD, rows)
+        row_ND, amplified_N = part_NR @ basis_RD, amplified_NR.sum(1)
         # A comparison with NaN is false.
-        right_N = fit.noise_N < most**2 * size_N
-        right_N &= fit.noise_N * fit.amplified_N < most_amplified**2 * fit.row_ND.square().sum(1)
-        rest_ND = (sent_ND - fit.row_ND) * count_ND.sqrt()  # white
+        right_N = noise_N < most**2 * rows.size_N
+        right_N &= noise_N * amplified_N < most_amplified**2 * row_ND.square().sum(1)
+        rest_ND = (rows.value_ND - row_ND) * rows.count_ND.sqrt()  # white
         rest_ND -= rest_ND @ basis_RD.T @ basis_RD
-        outside_N = fit.noise_N * fit.amplified_N / rank * (width - rank)
+        outside_N = noise_N * amplified_N / rank * (width - rank)
         rest_ND *= (outside_N.sqrt() / rest_ND.norm(dim=1).clamp_min(NOTHING))[:, None]
-        whole_OD[rows_N[right_N]] = (fit.row_ND + rest_ND)[right_N].to(whole_OD)
+        whole_OD[rows.row_N[right_N]] = (row_ND + rest_ND)[right_N].to(whole_OD)
     return whole_OD

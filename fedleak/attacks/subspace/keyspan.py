@@ -16,7 +16,8 @@ In a rotary model, whose inputs do not depend on positions, sentences grow from 
 (`prefix_tree`).
 
 After a mask or pruning, or a step of Adam, rows are completed first (`completion`). If too few
-rows of queries and keys can be completed, the last block groups the pairs (`paired_texts`).
+rows of queries and keys can be completed, the last block groups the pairs (`paired_texts`). What
+noise is left in each output is known then, and outputs count in units of it.
 
 The sentences that the model's own gradient confirms (`certificate`) are subtracted from the update,
 and the rest is read anew: tokens that two sentences shared become seeds. Batch size, lengths and
@@ -26,9 +27,9 @@ Shapes: N tokens of the bag, A atoms, H heads (of queries, then of keys), K head
 size, C classes; X: any axes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress
+from itertools import compress, groupby
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -36,7 +37,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedleak.attacks import AttackSetting, Show, certificate
-from fedleak.attacks.adam_step import behind_adam
+from fedleak.attacks.adam_step import BehindAdam, behind_adam
 from fedleak.attacks.clock import Clock, Seconds
 from fedleak.attacks.reconstruction import Ids, Reconstruction
 from fedleak.attacks.subspace.answer import (
@@ -57,7 +58,7 @@ from fedleak.attacks.subspace.paired_texts import read_pairs
 from fedleak.attacks.subspace.pooled_span import PooledSpan
 from fedleak.attacks.subspace.prefix_tree import Prefixes, make_prefixes, read_tree
 from fedleak.attacks.subspace.span import ACCEPT, margin
-from fedleak.models import CLASSIFICATION, LanguageModel
+from fedleak.models import CLASSIFICATION, LanguageModel, example_losses, pad, target_counts
 from fedleak.training.observation import Observation
 
 _WIDER = 4
@@ -75,6 +76,15 @@ _NOISY_SEEDS = 4
 
 _TOGETHER = 32
 """Seeds that a GPU reads side by side; a CPU gains more from skipping explained seeds."""
+
+_UNEXPLAINED = 0.3
+"""Share of the gradients at its seeds that a sentence may leave, however much noise there is."""
+
+_WORD = 8.0
+"""Nats that speak against each word of an end, before the model tells how likely it is."""
+
+_ENDS, _LIKELY_ENDS = 32, 8
+"""Ends of a beginning that go through the model under noise; those whose gradients are computed."""
 
 
 @dataclass(frozen=True)
@@ -128,15 +138,20 @@ class Keyspan(Reader):
         observed, size = certificate.as_gradient(seen), seen.update.num_examples
         names = [name for name in model.family.attention_parameters(0) if name in observed]
         mended = completed(model, seen, observed, names)
-        whole = left = mended or {name: observed[name] for name in names}
+        if isinstance(seen, BehindAdam) and mended is None:
+            return Reading.none(
+                "nothing proved: gradients are so large that a step of Adam shows signs alone"
+            )
+        whole = left = mended.gradients if mended else {name: observed[name] for name in names}
         rotary = model.family.position_embedding is None
         make = make_prefixes if rotary else make_atoms
         most = len(_RUNS) if rotary else _TRIES
-        among_N, effort = _looked_up(model, observed), 1
+        among_N, effort = mended.tokens_N if mended else _looked_up(model, observed), 1
         passes: list[Targets] = []
         passed: dict[Ids, Judged] = {}
         nearest: list[Spanned] = []
         proofs: list[certificate.Proof] = []
+        tried: set[tuple[Ids, float]] = set()
         counted = certificate.Counted([], 1.0)
         while (atoms := make(model, left, whole, among_N=among_N, rng=rng)) is not None:
             passes.append(atoms)
@@ -147,10 +162,16 @@ class Keyspan(Reader):
                 width = self.beam * _WIDER ** (effort - 1)
                 spanned, nearest = read_sentences(atoms, seeds, width, clock, tell)
             linear = certificate.is_linear(seen)
-            explained = explain(spanned, atoms, model, names, clock) if linear else []
-            if isinstance(atoms, Prefixes) and atoms.key is None:
-                # Without keys only its own gradient tells where a sentence ends.
+            noisy = isinstance(atoms, Prefixes) and not atoms.span.exact
+            likely = _likeliest_first(model, spanned, atoms, tried) if noisy else spanned
+            explained = explain(likely, atoms, model, names, clock) if linear else []
+            if noisy and not linear:
+                spanned = _of_each_seed(likely)
+            elif noisy or (isinstance(atoms, Prefixes) and atoms.key is None):
+                # Without keys, and under noise, only its own gradient tells where a sentence ends.
                 known = {proof.pull.unit.ids for proof in explained}
+                if noisy:
+                    nearest = [text for text in _of_each_seed(spanned) if text.ids not in known]
                 spanned = [sentence for sentence in spanned if sentence.ids in known]
             passed = {**{sentence.ids: sentence for sentence in spanned}, **passed}
             counted = _counted(model, [*proofs, *explained], seen, passes[0])
@@ -228,7 +249,7 @@ def read_sentences(
         # One token for each position: the span alone gives the only sentence, however long.
         ids = atoms.ids(torch.arange(atoms.positions, device=atoms.token_A.device))
         excess, rejected = atoms.bag.worst_accepted, atoms.bag.best_rejected
-        return [Spanned(ids=ids, excess=excess, rejected=rejected, seed=seeds[0])], []
+        return [Spanned(ids=ids, excess=excess, rejected=rejected, seeds=(seeds[0],))], []
     passed: dict[Ids, Spanned] = {}
     nearest: list[Spanned] = []
     tokens, waiting = atoms.bag.tokens_N.tolist(), seeds
@@ -248,13 +269,15 @@ def read_sentences(
 
 
 def explain(
-    spanned: Sequence[Spanned],
+    spanned: Iterable[Spanned],
     atoms: Targets,
     model: LanguageModel,
     names: Sequence[str],
     clock: Clock,
 ) -> list[certificate.Proof]:
-    """Returns the sentences whose own gradient at their seed explains the observed one.
+    """Returns the sentences whose own gradient at their seeds explains the observed one.
+
+    A seed is of one sentence alone, so the first that explains it is that one.
 
     Args:
         spanned: Sentences.
@@ -263,18 +286,22 @@ def explain(
         names: Parameters of the first layer's attention that were shared.
         clock: When time is up, the other sentences stay without a proof.
     """
-    proofs = []
+    proofs: list[certificate.Proof] = []
+    explained: set[int] = set()
     for sentence in spanned:
         if clock.up():
             break
+        if explained.intersection(sentence.seeds):
+            continue
         (unit,) = certificate.units(model, [sentence.ids], names)
-        columns = [_at_seed(atoms, model, gradient, sentence.seed) for gradient in unit.gradients]
-        system_XC = torch.stack([column.flatten() for column in columns], 1)
-        target_X = atoms.target_NHK[sentence.seed].flatten()
-        noise = atoms.noise_NH[sentence.seed].norm() * atoms.target_NHK.shape[-1] ** 0.5
-        room = ACCEPT * noise + certificate.PRECISION * target_X.norm()
-        proofs.append(certificate.proof_of(unit, system_XC, target_X, room))
-    return [proof for proof in proofs if proof is not None]
+        # The beginning of a text may begin one that was not read, too.
+        for seeds in (sentence.seeds, sentence.seeds[-1:]):
+            proof = _explained(unit, atoms, model, [*seeds])
+            if proof is not None:
+                proofs.append(proof)
+                explained.update(seeds)
+                break
+    return proofs
 
 
 def _looked_up(model: LanguageModel, observed: Mapping[str, Tensor]) -> Tensor | None:
@@ -295,14 +322,66 @@ def _counted(
     return certificate.Counted([certificate.member(model, *pull, size) for pull in pulls], 1.0)
 
 
-def _at_seed(
-    atoms: Targets, model: LanguageModel, gradients: Mapping[str, Tensor], seed: int
+def _of_each_seed(spanned: Iterable[Spanned]) -> list[Spanned]:
+    """Returns the first of the sentences that have the same seeds."""
+    return [next(group) for _, group in groupby(spanned, key=lambda sentence: sentence.seeds)]
+
+
+def _likeliest_first(
+    model: LanguageModel, spanned: Sequence[Spanned], atoms: Targets, tried: set[tuple[Ids, float]]
+) -> Iterator[Spanned]:
+    """Yields the likeliest sentences of those that have the same seeds.
+
+    Their ends differ, of which the gradient at the last seed's key says little under noise.
+
+    Args:
+        model: At the broadcast weights.
+        spanned: Sentences, those with the same seeds one after the other.
+        atoms: The dictionary from which they were read.
+        tried: What was yielded before, with the size of the gradient at its seeds; it grows.
+    """
+    numbers = atoms.target_NHK[0].numel()
+
+    def nats(sentence: Spanned) -> float:
+        return -numbers / 2 * sentence.excess**2 - _WORD * len(sentence.ids)
+
+    for seeds, group in groupby(spanned, key=lambda sentence: sentence.seeds):
+        # A gradient that has changed was a sum.
+        size = round(float(atoms.target_NHK[[*seeds]].norm().log()), 2)
+        new = [sentence for sentence in group if (sentence.ids, size) not in tried]
+        sentences = sorted(new, key=nats, reverse=True)[:_ENDS]
+        nats_N = torch.tensor([nats(sentence) for sentence in sentences])
+        if model.task != CLASSIFICATION and sentences:
+            ids = [certificate.close(model, sentence.ids) for sentence in sentences]
+            ids_NT, mask_NT = pad(ids, model.tokenizer.pad_token_id, model.device)
+            loss_N = example_losses(model, ids_NT, mask_NT, mask_NT)
+            nats_N -= loss_N.cpu() * torch.tensor(target_counts(model, ids))
+        for i in nats_N.topk(min(_LIKELY_ENDS, len(sentences))).indices.tolist():
+            tried.add((sentences[i].ids, size))
+            yield sentences[i]
+
+
+def _explained(
+    unit: certificate.Units, atoms: Targets, model: LanguageModel, seeds: list[int]
+) -> certificate.Proof | None:
+    """Returns a sentence's part of the update, if its gradient explains that at all its seeds."""
+    system_XC = torch.stack([_at(atoms, model, part, seeds) for part in unit.gradients], 1)
+    target_X = atoms.target_NHK[seeds].flatten()
+    noise = atoms.noise_NH[seeds].norm() * atoms.target_NHK.shape[-1] ** 0.5
+    size = target_X.norm()
+    room = (ACCEPT * noise + certificate.PRECISION * size).minimum(_UNEXPLAINED * size)
+    return certificate.proof_of(unit, system_XC, target_X, room)
+
+
+def _at(
+    atoms: Targets, model: LanguageModel, gradients: Mapping[str, Tensor], seeds: list[int]
 ) -> Tensor:
-    """Returns a gradient's coefficient of one token [H, K], in the form of the targets."""
+    """Returns a gradient's coefficients of some tokens, in the order of the targets."""
     by_side = model.family.projections(gradients, 0)
-    inverse_D = atoms.bag.inverse_DM[:, seed]
-    sides = [by_side[side].double() @ inverse_D for side in ("query", "key") if side in by_side]
-    return torch.cat(sides).reshape(atoms.target_NHK.shape[1:]) * atoms.told_HK
+    inverse_SD = atoms.bag.inverse_DM[:, seeds].T
+    sides = [inverse_SD @ by_side[side].double().T for side in ("query", "key") if side in by_side]
+    parts_SHK = torch.cat(sides, 1).reshape(len(seeds), *atoms.target_NHK.shape[1:])
+    return (parts_SHK * atoms.weight_HK).flatten()
 
 
 def _answer(

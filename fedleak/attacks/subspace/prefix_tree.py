@@ -26,6 +26,10 @@ so the tokens behind it are found likewise; if its own query is enough, it is th
 heads share keys, a key's gradient has the queries of all of them in its span. What is proved is
 taken out of the update (`keyspan`): repeated tokens then have fewer prefixes.
 
+**Under noise** a wrong span, too, leaves less of a small gradient than noise. So tokens with clear
+gradients pass first, and the ends, whose gradients are the smallest, stay open: all tails that may
+be are yielded, and the gradient of the whole text tells which is right (`keyspan`).
+
 Shapes: N tokens of the bag, U of them that are sought, R that may stand between, H heads of
 queries, G of keys, S heads of queries that share one of keys, K head size, D hidden size, O
 outputs, M members of a span, W runs side by side; X: any axes.
@@ -33,8 +37,11 @@ outputs, M members of a span, W runs side by side; X: any axes.
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -43,7 +50,14 @@ from torch.nn import functional as F
 
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.subspace.answer import OnJudged, by_excess
-from fedleak.attacks.subspace.atoms import NOTHING, ROUNDING, SUBTRACTED, Targets, noises
+from fedleak.attacks.subspace.atoms import (
+    NOTHING,
+    ROUNDING,
+    SUBTRACTED,
+    Targets,
+    noises,
+    weights,
+)
 from fedleak.attacks.subspace.beam_search import Spanned
 from fedleak.attacks.subspace.span import ACCEPT, SPARE, row_space
 from fedleak.attacks.subspace.token_bag import TokenBag, read_token_bag
@@ -55,6 +69,9 @@ _HEARD = ACCEPT**2
 
 _CLEAR = 300.0
 """Likewise: a smaller one lies in wrong spans, too, which leave a thirtieth of it at the least."""
+
+_CLEARER = (_CLEAR, 100.0, 30.0, _HEARD)
+"""Likewise under noise, one after the other: from the third on, the tree may be whole."""
 
 _LEFT = 10 * SUBTRACTED
 """Share of a token's gradient below which the token is no longer in the rest of an update."""
@@ -76,14 +93,17 @@ class Side(NamedTuple):
     """Gradients at the queries or at the keys of tokens, and what noise does to them.
 
     Attributes:
-        target_NGK: Of each token, up to scale: the sum over its places.
+        target_NGK: Of each token, up to scale: the sum over its places, times the weights.
         noise_NG: Standard deviation of the noise in each number.
         slack_N: Square of the errors that are proportional to what was summed.
+        weight_GK: What the numbers of an output count: 0 if it did not come; under noise, less of
+            what is large.
     """
 
     target_NGK: Tensor
     noise_NG: Tensor
     slack_N: Tensor
+    weight_GK: Tensor
 
     def bound(self, freedom: int) -> Tensor:
         """Returns the square [N] of what errors leave in so many dimensions of each head."""
@@ -133,12 +153,10 @@ class Prefixes(Targets):
         if offset not in self._turned:
             offset_N = torch.full((len(self.x_ND),), offset, device=self.x_ND.device)
             q_NHK, k_NHK, _ = self.block.project(self.x_ND, offset_N)
-            # No token explains anything in rows that did not come.
-            told_HK = self.query.target_NGK.any(0)
-            told_GK = told_HK if self.key is None else self.key.target_NGK.any(0)
-            shared = q_NHK.shape[1] // len(told_GK)
-            told_by_key_HK = told_GK.repeat_interleave(shared, 0)
-            self._turned[offset] = q_NHK.double() * told_by_key_HK, k_NHK.double() * told_HK
+            by_query_HK = self.query.weight_GK
+            by_key_GK = by_query_HK if self.key is None else self.key.weight_GK
+            by_key_HK = by_key_GK.repeat_interleave(q_NHK.shape[1] // len(by_key_GK), 0)
+            self._turned[offset] = q_NHK.double() * by_key_HK, k_NHK.double() * by_query_HK
         return self._turned[offset]
 
     def grouped(self, offset: int, heads: int) -> Tensor:
@@ -240,10 +258,9 @@ def make_prefixes(
         best_rejected=rejected,
         exact=span.exact,
     )
-    sides, of_whole = (
-        _sides(bag, family.projections(tensors, 0), block.num_heads)
-        for tensors in (gradients, whole)
-    )
+    of_whole = _sides(bag, family.projections(whole, 0), block.num_heads)
+    known = {name: side.weight_GK for name, side in of_whole.items()}
+    sides = _sides(bag, family.projections(gradients, 0), block.num_heads, known)
     square_N, whole_N = (
         torch.stack([side.square() for side in some.values()]).sum(0) for some in (sides, of_whole)
     )
@@ -261,6 +278,7 @@ def make_prefixes(
         noise=noises(model, bag, gradients),
         target_NHK=torch.cat([side.target_NGK for side in spanning], 1),
         noise_NH=torch.cat([side.noise_NG for side in spanning], 1),
+        weight_HK=torch.cat([side.weight_GK for side in spanning]),
         x_ND=table(bag.tokens_N, torch.zeros_like(bag.tokens_N)),
         block=block,
         begin=tokens_N.tolist().index(mark[0]) if mark else None,
@@ -271,15 +289,27 @@ def make_prefixes(
     )
 
 
-def _sides(bag: TokenBag, by_side: Mapping[str, Tensor], num_heads: int) -> dict[str, Side]:
-    """Returns gradients [O, D] by token, those of queries with so many heads."""
+def _sides(
+    bag: TokenBag,
+    by_side: Mapping[str, Tensor],
+    num_heads: int,
+    known: Mapping[str, Tensor] = MappingProxyType({}),
+) -> dict[str, Side]:
+    """Returns gradients [O, D] by token, those of queries with so many heads.
+
+    What numbers count is computed if it is not given.
+    """
     size = len(by_side["query"]) // num_heads
     sides = {}
     for name, gradient_OD in by_side.items():
         value_NO, noise_NO = bag.coefficients(gradient_OD)
         target_NGK, noise_NGK = (x_NO.reshape(len(x_NO), -1, size) for x_NO in (value_NO, noise_NO))
-        slack_N = ROUNDING**2 * value_NO.square().sum(1)
-        sides[name] = Side(target_NGK, noise_NGK.square().mean(-1).sqrt(), slack_N)
+        weight_GK = known.get(name)
+        if weight_GK is None:
+            weight_GK = weights(target_NGK, noise_NGK, exact=bag.exact)
+        target_NGK, noise_NGK = target_NGK * weight_GK, noise_NGK * weight_GK
+        slack_N = ROUNDING**2 * target_NGK.square().sum((1, 2))
+        sides[name] = Side(target_NGK, noise_NGK.square().mean(-1).sqrt(), slack_N, weight_GK)
     return sides
 
 
@@ -294,29 +324,41 @@ def read_tree(
         clock: Ends with the prefixes that are being extended.
         tell: Called with the number of tokens passed, the number of all, and each new sentence.
     """
-    nodes, loose_R = grow(prefixes, longest_run, clock)
-    inner = {node.path[:length] for node in nodes for length in range(1, len(node.path))}
     passed: list[Spanned] = []
     nearest: list[Spanned] = []
-    for node in clock.paced([node for node in nodes if node.path not in inner]):
-        for tail, excess, second in tails(prefixes, node.path[-1], loose_R):
-            if (*node.path, *tail) == (prefixes.begin,):
-                continue
-            sentence = Spanned(
-                ids=tuple(prefixes.bag.tokens_N[[*node.path, *tail]].tolist()),
-                excess=max(node.excess, excess),
-                rejected=min(node.rejected, second),
-                seed=node.path[-1],
-            )
-            (passed if sentence.passed else nearest).append(sentence)
-            tell(len(nodes), len(prefixes.x_ND), sentence)
+    for nodes, loose_R in grow(prefixes, longest_run, clock):
+        inner = {node.path[:length] for node in nodes for length in range(1, len(node.path))}
+        leaves = [node for node in nodes if node.path not in inner]
+        # A token is of one text alone if one leaf is behind it.
+        ways = Counter(
+            leaf.path[:length] for leaf in leaves for length in range(len(leaf.path) + 1)
+        )
+        own = {node.path for node in nodes if ways[node.path] == 1}
+        for path, excess, second in clock.paced(leaves):
+            lengths = range(2, len(path) + 1)
+            seeds = tuple(path[length - 1] for length in lengths if path[:length] in own)
+            for tail in tails(prefixes, path[-1], loose_R):
+                if (*path, *tail.path) == (prefixes.begin,):
+                    continue
+                sentence = Spanned(
+                    ids=tuple(prefixes.bag.tokens_N[[*path, *tail.path]].tolist()),
+                    excess=max(excess, tail.excess),
+                    rejected=min(second, tail.rejected),
+                    seeds=seeds or path[-1:],
+                )
+                (passed if sentence.passed else nearest).append(sentence)
+                tell(len(nodes), len(prefixes.x_ND), sentence)
     return passed, sorted(nearest, key=by_excess)
 
 
-def grow(prefixes: Prefixes, longest_run: int, clock: Clock) -> tuple[list[Grown], Tensor]:
-    """Returns the tokens that follow one prefix, and the others [R], as indices of the bag.
+def grow(
+    prefixes: Prefixes, longest_run: int, clock: Clock
+) -> Iterator[tuple[list[Grown], Tensor]]:
+    """Yields the tokens that follow one prefix, and the others [R], as indices of the bag.
 
-    Each prefix is extended by a token, and by a longer run only if no prefix can be extended.
+    Each prefix is extended by a token, and by a longer run only if no prefix can be extended. Under
+    noise wrong spans, too, leave less of a small gradient than noise. There the tree is yielded
+    first as it is grown from tokens with clear gradients alone.
     """
     first = prefixes.first_N.nonzero().flatten().tolist()
     if prefixes.begin is not None:
@@ -324,7 +366,22 @@ def grow(prefixes: Prefixes, longest_run: int, clock: Clock) -> tuple[list[Grown
     nodes = [Grown((token,), 0.0, math.inf) for token in first]
     loose_N = prefixes.present_N.clone()
     loose_N[first] = False
-    clear_N = prefixes.query.above(_CLEAR if prefixes.span.exact else _HEARD)
+    times = (_CLEAR,) if prefixes.span.exact else _CLEARER
+    for number, clear in enumerate(times):
+        _extend(prefixes, nodes, loose_N, prefixes.query.above(clear), longest_run, clock)
+        if number + 2 >= len(times):
+            yield nodes, loose_N.nonzero().flatten()
+
+
+def _extend(
+    prefixes: Prefixes,
+    nodes: list[Grown],
+    loose_N: Tensor,
+    clear_N: Tensor,
+    longest_run: int,
+    clock: Clock,
+) -> None:
+    """Adds tokens to nodes, as long as one that is loose and clear follows one of them."""
     pending = [[node.path for node in nodes], *[[] for _ in range(longest_run)]]
     if prefixes.begin is None and longest_run:
         pending[1].append(())
@@ -353,7 +410,6 @@ def grow(prefixes: Prefixes, longest_run: int, clock: Clock) -> tuple[list[Grown
                 nodes.append(Grown((*path, token), excess, second))
                 pending[0].append((*path, token))
                 loose_N[token] = False
-    return nodes, loose_N.nonzero().flatten()
 
 
 def followers(
@@ -383,7 +439,7 @@ def followers(
     for token, own_HK1 in zip(sought_U.tolist(), _unit(own_UHK1), strict=True):
         known_HKM = torch.cat([basis_HKM, own_HK1], -1)
         # The nearest first: they weigh most.
-        *_, fit = filled(prefixes.query, token, known_HKM, keys[::-1], loose_R)
+        *_, (fit, *_) = filled(prefixes.query, token, known_HKM, keys[::-1], loose_R)
         fits.append(fit)
     backwards, excess, second = zip(*fits, strict=True)
     of_runs = [(*path, *tokens[::-1]) for tokens in backwards]
@@ -465,11 +521,16 @@ def tails(prefixes: Prefixes, seed: int, loose_R: Tensor) -> list[Grown]:
     rest_1GK1 = _outside(basis_GKM, side.target_NGK[seed][None, ..., None])
     members, seed_1 = basis_GKM.shape[-1], loose_R.new_tensor([seed])
     own = float(side.excess(rest_1GK1.square().sum()[None, None], members, seed_1))
-    if own < ACCEPT:
+    exact = prefixes.span.exact
+    if exact and own < ACCEPT:
         return [Grown((), own, math.inf)]
     behind = [prefixes.grouped(offset, heads)[loose_R] for offset in range(1, LONGEST_TAIL + 1)]
+    grown = filled(side, seed, basis_GKM, behind, loose_R)
+    if not exact:
+        # Noise hides how much a short tail leaves: the gradient of the text has to tell.
+        return [Grown((), own, 1.0), *(tail._replace(rejected=1.0) for tail in chain(*grown))]
     of_each_length = [Grown((), own, 0.0)]
-    for tail in filled(side, seed, basis_GKM, behind, loose_R):
+    for tail, *_ in grown:
         if tail.excess < ACCEPT:
             return [tail]
         of_each_length.append(tail._replace(rejected=0.0))
@@ -480,8 +541,8 @@ def tails(prefixes: Prefixes, seed: int, loose_R: Tensor) -> list[Grown]:
 
 def filled(
     side: Side, seed: int, basis_GKM: Tensor, places: Sequence[Tensor], loose_R: Tensor
-) -> Iterator[Grown]:
-    """Yields after each place the tokens that fill all so far best.
+) -> Iterator[list[Grown]]:
+    """Yields after each place the tokens that fill all so far, the best first.
 
     Orthogonal least squares with a beam, as `beam_search` does it for sentences without an order.
 
@@ -517,7 +578,10 @@ def filled(
         square_1W = square_WRG[parent_W, token_W].sum(1)[None]
         excess_W, order_W = side.excess(square_1W, members, seed_1)[0].sort()
         second = float(excess_W[1]) if len(excess_W) > 1 else math.inf
-        yield Grown(tuple(grown_WM[order_W[0]].tolist()), float(excess_W[0]), second)
+        yield [
+            Grown(tuple(tokens), excess, second)
+            for tokens, excess in zip(grown_WM[order_W].tolist(), excess_W.tolist(), strict=True)
+        ]
         new_WGKS = torch.linalg.qr(new_WRGKS[parent_W, token_W])[0]
         basis_WGKM = torch.cat([basis_WGKM[parent_W], new_WGKS], -1)
         rest_W1GK1 = _outside(new_WGKS, rest_WGK[parent_W][:, None, ..., None])

@@ -34,7 +34,7 @@ def parts_of(model, seen):
     whole = completed(model, seen, observed, names)
     return tuple(
         None if some is None else torch.cat([*model.family.projections(some, 0).values()])
-        for some in (observed, whole)
+        for some in (observed, whole and whole.gradients)
     )
 
 
@@ -108,11 +108,31 @@ def test_a_batch_behind_a_mask_is_read_and_proved(small, observe, family, task, 
     assert certificate.proves(model, answer.sequences, seen)
 
 
-def test_a_tied_table_says_nothing_of_words(small, observe):
+def test_where_a_tied_table_gives_all_words_a_row_the_attention_tells_which_are_in_texts(
+    small, observe
+):
     model = small("gpt2", CAUSAL_LM, **WIDE)
-    seen = sent(observe(model, TEXTS, None).seen, Mask(fraction=0.5))
+    truth = observe(model, TEXTS, None)
+    seen = sent(truth.seen, Mask(fraction=0.5))
+    observed = certificate.as_gradient(seen)
+    assert observed[model.family.word_embedding].any(1).all()
+    names = model.family.attention_parameters(0)
+    with torch.no_grad():
+        filled = completed(model, seen, observed, names)
+    # The last token is a target, and no input.
+    assert set(filled.tokens_N.tolist()) == {token for ids in truth.sequences for token in ids[:-1]}
+    whole = truth.seen.update.tensors
+    for name in names:
+        rows_OD, before_OD = (
+            torch.cat([*model.family.projections({name: tensors[name]}, 0).values()])
+            for tensors in (filled.gradients, whole)
+        )
+        kept_O = rows_OD.any(1)
+        assert kept_O.float().mean() > 0.3
+        assert (rows_OD - before_OD)[kept_O].norm() < 1e-3 * before_OD[kept_O].norm()
     answer = Keyspan()(seen, model, rng=stream(0, "keyspan"))
-    assert not answer.verified
+    assert sorted(answer.sequences) == sorted(ids[:-1] for ids in truth.sequences)
+    assert answer.verified
 
 
 def test_where_a_few_rows_are_whole_and_tell_no_span_it_abstains(small, observe):

@@ -7,6 +7,7 @@ import torch
 from fedleak.attacks import certificate
 from fedleak.attacks.clock import UNLIMITED
 from fedleak.attacks.reconstruction import Status
+from fedleak.attacks.subspace.atoms import weights
 from fedleak.attacks.subspace.keyspan import Keyspan
 from fedleak.attacks.subspace.prefix_tree import LONGEST_TAIL, followers, grow, make_prefixes, tails
 from fedleak.attacks.subspace.span import ACCEPT
@@ -103,7 +104,7 @@ def test_a_token_passes_behind_its_only_prefix_and_nowhere_else(batch):
 @torch.no_grad()
 def test_the_tree_has_each_token_of_one_prefix_and_only_true_beginnings(batch):
     prefixes, texts = batch
-    nodes, loose = grow(prefixes, 2, UNLIMITED)
+    ((nodes, loose),) = grow(prefixes, 2, UNLIMITED)
     beginnings = {text[:at] for text in texts for at in range(1, len(text) + 1)}
     assert {node.path for node in nodes} <= beginnings
     once = {token for token, own in places_of(texts).items() if len(own) == 1}
@@ -114,7 +115,7 @@ def test_the_tree_has_each_token_of_one_prefix_and_only_true_beginnings(batch):
 @torch.no_grad()
 def test_what_is_behind_the_last_token_that_passes_is_found(batch):
     prefixes, texts = batch
-    nodes, loose = grow(prefixes, 2, UNLIMITED)
+    ((nodes, loose),) = grow(prefixes, 2, UNLIMITED)
     inner = {node.path[:at] for node in nodes for at in range(1, len(node.path))}
     read_texts = set()
     for path in {node.path for node in nodes} - inner:
@@ -127,6 +128,58 @@ def test_what_is_behind_the_last_token_that_passes_is_found(batch):
             assert [(*path, *tail.path)] == behind
             read_texts |= {*behind}
     assert len(read_texts) >= 2
+
+
+def noisy(prefixes, tokens, signal):
+    """The same under noise, of which the gradients of some tokens are so many times as large."""
+    size_N = (prefixes.query.square() / prefixes.query.target_NGK[0].numel()).sqrt()
+    noise_NG = prefixes.query.noise_NG.clone()
+    noise_NG[tokens] = size_N[tokens, None] / signal
+    span = replace(prefixes.span, exact=False)
+    return replace(prefixes, span=span, query=prefixes.query._replace(noise_NG=noise_NG))
+
+
+@torch.no_grad()
+def test_under_noise_the_tree_is_yielded_before_tokens_with_unclear_gradients_join(batch):
+    prefixes, texts = batch
+    once = {token for token, own in places_of(texts).items() if len(own) == 1}
+    ((nodes, _),) = grow(prefixes, 2, UNLIMITED)
+    weak = max((node.path for node in nodes), key=len)[-1]
+    clear, whole = (
+        {node.path[-1] for node in nodes}
+        for nodes, _ in map(copied, grow(noisy(prefixes, [weak], 20.0), 2, UNLIMITED))
+    )
+    assert whole == once
+    assert clear == once - {weak}
+
+
+def copied(tree):
+    """A tree that does not grow any more."""
+    nodes, loose = tree
+    return [*nodes], loose.clone()
+
+
+@torch.no_grad()
+def test_under_noise_a_sentence_is_yielded_with_all_ends_that_may_be(batch):
+    prefixes, texts = batch
+    blurred = noisy(prefixes, [], 1.0)
+    *_, (nodes, loose) = grow(blurred, 2, UNLIMITED)
+    loud = blurred.key._replace(noise_NG=torch.full_like(blurred.key.noise_NG, 1e6))
+    inner = {node.path[:at] for node in nodes for at in range(1, len(node.path))}
+    for path in {node.path for node in nodes} - inner:
+        ends = tails(blurred, path[-1], loose)
+        for some in (ends, tails(replace(blurred, key=loud), path[-1], loose)):
+            assert {len(end.path) for end in some} == set(range(LONGEST_TAIL + 1))
+        behind = [text[len(path) :] for text in texts if text[: len(path)] == path]
+        if len(behind) == 1 and len(behind[0]) <= LONGEST_TAIL:
+            assert behind[0] in {end.path for end in ends}
+
+
+def test_outputs_count_in_units_of_their_noise_where_there_is_some():
+    target_NHK = torch.tensor([[[2.0, 0.0, 4.0]], [[1.0, 0.0, 8.0]]]).double()
+    noise_NHK = torch.tensor([[[0.5, 0.0, 2.0]], [[0.25, 0.0, 1.0]]]).double()
+    assert weights(target_NHK, noise_NHK, exact=True).tolist() == [[1.0, 0.0, 1.0]]
+    assert weights(target_NHK, noise_NHK, exact=False).tolist() == [[2.0, 0.0, 0.5]]
 
 
 @pytest.mark.parametrize("task", TASKS)
