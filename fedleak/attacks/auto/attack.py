@@ -73,8 +73,8 @@ ENSEMBLE: tuple[tuple[Single, str], ...] = (
 
 Of several texts of an encoder `keyspan` goes before `maximum_likelihood`, and `query_gradients`
 before both if a text is longer than a head is wide: neither is cheap there. Of decoders `dager`
-goes before `keyspan`, which is not cheap, but where numbers are missing and after a step of Adam,
-and `state_pursuit` before both after several steps of Adam, and where numbers were rounded.
+goes before `keyspan`, which is not cheap, but behind a mask and after a step of Adam, and
+`state_pursuit` before both after several steps of Adam, and where numbers were rounded.
 """
 
 _CHOOSING = 0.5
@@ -277,7 +277,7 @@ class _Attempt:
         if model.family.causal:
             # DAGER reads a decoder's texts of any length, one token after the other, and cheaply.
             late: tuple[type[Single], ...] = (Keyspan, StatePursuit, Lamp)
-            if self._lacks_numbers() or self._behind is not None:
+            if self._is_masked() or self._behind is not None:
                 late = (PositionMarginals, StatePursuit, Dager, Lamp)
             elif self._has_no_span():
                 late = (Dager, Keyspan, Lamp)
@@ -400,6 +400,11 @@ class _Attempt:
         """Returns the names of the tensors of layers."""
         layers = self._model.family.layers
         return [name for name in self._seen.update.tensors if name.startswith(layers)]
+
+    def _is_masked(self) -> bool:
+        """Whether a part of the numbers of layers came as they were, and zeros for the others."""
+        of_layers = self._of_layers()
+        return bool(of_layers) and coarseness(self.whole, of_layers).kept < 1
 
     def _lacks_numbers(self) -> bool:
         """Whether numbers of layers are missing."""

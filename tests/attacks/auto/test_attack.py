@@ -131,18 +131,25 @@ def test_noise_and_signs_hide_no_text_of_a_decoder(small, observe, defense, fami
     assert "only noise or rounding" in answer.reason
 
 
-def test_after_adam_or_rounding_states_of_a_decoder_come_first(small, observe, notes_and_plants):
+def test_where_rows_of_a_decoder_are_no_mixes_states_come_first_or_rows_are_completed(
+    small, observe, notes_and_plants
+):
     model = small("llama", CAUSAL_LM)
     notes, planted = notes_and_plants
     planted |= dict.fromkeys(("dager", "keyspan", "state_pursuit", "lamp"), NOTHING)
     plain = observe(model, 1).seen
     adam = replace(plain, knowledge=replace(plain.knowledge, recipe=Recipe(optimiser="adam")))
     rounded = replace(plain, update=Quantize(bits=8)(plain.update, rng=stream(0, "defense")))
-    for seen in (plain, adam, rounded):
+    masked = replace(plain, update=Mask(fraction=0.5)(plain.update, rng=stream(0, "defense")))
+    recipe = {"recipe": Recipe(optimiser="adam"), "kind": UpdateKind.DELTA, "learning_rate": 1e-3}
+    stepped = observe(model, 1, **recipe).seen
+    for seen in (plain, adam, rounded, masked, stepped):
         ask(Auto(), seen, model)
     kinds = [attack.kind for attack, _, _ in notes]
     pursued_last = ["dager", "keyspan", "state_pursuit", "lamp"]
-    assert kinds == [*pursued_last, *2 * ["state_pursuit", "dager", "keyspan", "lamp"]]
+    pursued_first = ["state_pursuit", "dager", "keyspan", "lamp"]
+    completed = ["keyspan", "state_pursuit", "dager", "lamp"]
+    assert kinds == [*pursued_last, *2 * pursued_first, *2 * completed]
 
 
 @pytest.mark.parametrize(
