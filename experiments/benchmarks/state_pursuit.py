@@ -63,6 +63,10 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     defense = None
+    if options.defense and options.clip:
+        parser.error(
+            "--clip is of a step of AdamW, and --defense sends one gradient: leave one out"
+        )
     if options.defense:
         try:  # The kind is that of the table.
             (placed,) = with_defense("sign", (f"defense=[{options.defense}]",)).defenses

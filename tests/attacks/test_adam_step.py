@@ -10,7 +10,9 @@ from fedleak.attacks import replay
 from fedleak.attacks.adam_step import BehindAdam, behind_adam
 from fedleak.attacks.auto.attack import Auto
 from fedleak.attacks.certificate import flat
+from fedleak.attacks.reconstruction import Status
 from fedleak.attacks.subspace.completion import completed
+from fedleak.attacks.subspace.keyspan import Keyspan
 from fedleak.defenses.cast import Cast
 from fedleak.defenses.gaussian_noise import GaussianNoise
 from fedleak.defenses.mask import Mask
@@ -193,6 +195,21 @@ def test_auto_reads_a_batch_of_a_decoder_from_the_gradient(small, observe, stepp
     assert sorted(answer.sequences) == sorted(observed.sequences)
     assert answer.verified
     assert answer.diagnostics["asked"] == {"keyspan": "recovered"}
+
+
+@pytest.mark.parametrize("lacking", ["numbers", "the embedding"])
+def test_of_a_decoder_whose_rows_cannot_be_completed_keyspan_says_so(small, stepped, lacking):
+    decoder = small("llama", CAUSAL_LM, width=128, layers=3)
+    # Without clipping, and at a small rate, large numbers of a small model are signs alone.
+    seen = stepped(decoder, ADAMW if lacking == "numbers" else SMALL, rate=1e-4).seen
+    if lacking == "the embedding":
+        words = decoder.family.word_embedding
+        tensors = {name: step for name, step in seen.update.tensors.items() if name != words}
+        seen = replace(seen, update=replace(seen.update, tensors=tensors))
+    assert isinstance(behind_adam(seen, decoder), BehindAdam)
+    answer = Keyspan()(seen, decoder, rng=stream(0, "attack"))
+    assert answer.status == Status.ABSTAINED
+    assert "no row of the first attention can be completed" in answer.reason
 
 
 def test_a_real_decoders_batch_is_read_whose_words_have_the_longest_of_all_rows(assets, stepped):

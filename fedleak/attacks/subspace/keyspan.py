@@ -138,9 +138,10 @@ class Keyspan(Reader):
         observed, size = certificate.as_gradient(seen), seen.update.num_examples
         names = [name for name in model.family.attention_parameters(0) if name in observed]
         mended = completed(model, seen, observed, names)
-        if isinstance(seen, BehindAdam) and mended is None:
+        if model.family.causal and isinstance(seen, BehindAdam) and mended is None:
             return Reading.none(
-                "nothing proved: gradients are so large that a step of Adam shows signs alone"
+                "nothing proved: no row of the first attention can be completed, because a step of "
+                "Adam shows too few numbers of it, or embeddings were not sent"
             )
         whole = left = mended.gradients if mended else {name: observed[name] for name in names}
         rotary = model.family.position_embedding is None

@@ -41,7 +41,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -258,7 +257,7 @@ def make_prefixes(
         best_rejected=rejected,
         exact=span.exact,
     )
-    of_whole = _sides(bag, family.projections(whole, 0), block.num_heads)
+    of_whole = _sides(bag, family.projections(whole, 0), block.num_heads, {})
     known = {name: side.weight_GK for name, side in of_whole.items()}
     sides = _sides(bag, family.projections(gradients, 0), block.num_heads, known)
     square_N, whole_N = (
@@ -293,11 +292,11 @@ def _sides(
     bag: TokenBag,
     by_side: Mapping[str, Tensor],
     num_heads: int,
-    known: Mapping[str, Tensor] = MappingProxyType({}),
+    known: Mapping[str, Tensor],
 ) -> dict[str, Side]:
     """Returns gradients [O, D] by token, those of queries with so many heads.
 
-    What numbers count is computed if it is not given.
+    What the numbers of an output count is computed where it is not known.
     """
     size = len(by_side["query"]) // num_heads
     sides = {}
