@@ -1,7 +1,7 @@
 """What `state_pursuit` reads of a decoder's update, and how much of it is proved.
 
     python experiments/benchmarks/state_pursuit.py --model FOLDER --texts FILE \
-        [--rank 8 | --full [--clip 1] | --defense '{kind = "sign"}']
+        [--rank 8 [--clip 1] | --full [--clip 1] | --defense '{kind = "sign"}']
 
 FILE has a text on each line. Clients make steps of AdamW on adapters, or with `--full` on all
 weights, which are first trained on other texts, as in earlier rounds. With `--defense` they send
@@ -41,7 +41,7 @@ EARLIER = LocalTraining(
     recipe=Recipe(optimiser="adamw"),
 )
 WARM = 160
-"""Texts of earlier rounds."""
+"""Texts of earlier rounds, or of none, but for the order of the others."""
 
 
 def main() -> None:
@@ -55,6 +55,8 @@ def main() -> None:
     trained.add_argument("--defense", help="a table, as in an experiment file")
     parser.add_argument("--auto", action="store_true", help="asks the attack auto instead")
     parser.add_argument("--clip", type=float, help="the norm of a gradient, at most")
+    parser.add_argument("--rate", type=float, default=5e-5, help="of the step")
+    parser.add_argument("--first", action="store_true", help="the round is the first one")
     parser.add_argument("--seconds", type=float, help="for one update")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--steps", type=int, default=1)
@@ -84,11 +86,11 @@ def main() -> None:
     of_client = options.batch * options.steps
     texts = [tuple(ids) for ids in model.encode(lines[: WARM + options.clients * of_client])]
     recipe = replace(EARLIER.recipe, max_grad_norm=options.clip)
-    how = replace(EARLIER, batch_size=options.batch, learning_rate=5e-5, recipe=recipe)
-    if defense is None:
+    how = replace(EARLIER, batch_size=options.batch, learning_rate=options.rate, recipe=recipe)
+    if defense is None and not options.first:
         earlier = replace(EARLIER, learning_rate=2e-5) if options.full else EARLIER
         local_update_(model, texts[:WARM], [0] * WARM, earlier, seed=1)
-    else:
+    if defense is not None:
         how = defense.training(replace(how, kind=UpdateKind.GRADIENT, recipe=Recipe()))
     attack: Auto | StatePursuit = StatePursuit(seconds=options.seconds)
     if options.auto:

@@ -74,7 +74,8 @@ ENSEMBLE: tuple[tuple[Single, str], ...] = (
 Of several texts of an encoder `keyspan` goes before `maximum_likelihood`, and `query_gradients`
 before both if a text is longer than a head is wide: neither is cheap there. Of decoders `dager`
 goes before `keyspan`, which is not cheap, but behind a mask and after a step of Adam, and
-`state_pursuit` before both after several steps of Adam, and where numbers were rounded.
+`state_pursuit` before both after several steps of Adam, and where numbers were rounded; of adapters
+`dager` goes before `state_pursuit` after one step of Adam.
 """
 
 _CHOOSING = 0.5
@@ -182,7 +183,7 @@ class Auto(OneByOne):
     """
 
     kind: ClassVar[str] = "auto"
-    version: ClassVar[int] = 29
+    version: ClassVar[int] = 30
     slow: ClassVar[bool] = True
     uses: ClassVar[frozenset[str]] = Lamp.uses | {"noise_scale"}
     seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 120.0
@@ -279,6 +280,8 @@ class _Attempt:
             late: tuple[type[Single], ...] = (Keyspan, StatePursuit, Lamp)
             if self._is_masked() or self._behind is not None:
                 late = (PositionMarginals, StatePursuit, Dager, Lamp)
+                if self._has_adapters():
+                    late = (PositionMarginals, Dager, StatePursuit, Lamp)
             elif self._has_no_span():
                 late = (Dager, Keyspan, Lamp)
             able.sort(key=lambda attack: isinstance(attack, late) and 1 + late.index(type(attack)))
@@ -371,9 +374,11 @@ class _Attempt:
             # A gradient of whole matrices has a span, with dropout, too, which tells more. Where no
             # text is proved by it, something blurs it, or the batch fills it. With dropout, and
             # where numbers are missing, matching reads more of decoders with a table of positions.
-            adapted = any(name.endswith(_ADAPTER) for name in self._seen.update.tensors)
             undropped = replace(self.whole.knowledge, dropout=False)
-            spans = certificate.is_linear(replace(self.whole, knowledge=undropped)) and not adapted
+            spans = (
+                certificate.is_linear(replace(self.whole, knowledge=undropped))
+                and not self._has_adapters()
+            )
             rotary = self._model.family.position_embedding is None
             complete = certificate.is_linear(self.whole) and not self._lacks_numbers()
             return not spans or (self.rest is self.whole and (rotary or complete))
@@ -383,6 +388,10 @@ class _Attempt:
             few = self._seen.update.num_examples <= MOST_TEXTS
             return few and known and is_blurred(self.whole, self._model)
         return True
+
+    def _has_adapters(self) -> bool:
+        """Whether adapters were trained."""
+        return any(name.endswith(_ADAPTER) for name in self._seen.update.tensors)
 
     def _has_no_span(self) -> bool:
         """Whether rows are not mixes of hidden states: signs, or rounded or missing numbers.

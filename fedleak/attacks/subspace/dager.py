@@ -10,6 +10,8 @@ Petrov et al., "DAGER: Exact Gradient Inversion for Large Language Models", Neur
 - Encoders: iterated local search over the candidates of each position (`encoder_search`) instead
   of a random draw of 10^7 sentences, until the sentences found hold as many tokens as the second
   layer has rank.
+- Behind a step of Adam of a decoder, whose numbers each have noise of their own, the spans of
+  several layers are fitted, and texts are chosen by their gradients (`depth_search`).
 - For adapters in their first round, the gradients of the second matrices have the spans: of inputs
   times the first matrices (`span.ProjectedSpan`).
 - Batch size, lengths and labels are not used.
@@ -25,6 +27,8 @@ from pydantic import Field
 from torch import Tensor
 
 from fedleak.attacks import AttackSetting, Show, certificate
+from fedleak.attacks.adam_step import behind_adam
+from fedleak.attacks.certificate import NOTHING_PROVED
 from fedleak.attacks.clock import Clock, Seconds
 from fedleak.attacks.subspace.answer import (
     Reader,
@@ -42,6 +46,7 @@ from fedleak.attacks.subspace.decoder_search import (
     first_inputs,
     without_runs,
 )
+from fedleak.attacks.subspace.depth_search import read_depths
 from fedleak.attacks.subspace.encoder_search import Effort, search_sentences
 from fedleak.attacks.subspace.span import (
     ACCEPT,
@@ -52,7 +57,7 @@ from fedleak.attacks.subspace.span import (
 )
 from fedleak.attacks.subspace.token_bag import pairs, read_token_bag
 from fedleak.models import LanguageModel
-from fedleak.models.family import lora_b, with_adapters
+from fedleak.models.family import lora_a, lora_b, with_adapters
 from fedleak.training.observation import Observation
 
 
@@ -81,10 +86,15 @@ class Dager(Reader):
         return lacks_two_layers(setting)
 
     def reads(self, setting: AttackSetting) -> frozenset[str]:
-        """Reads the matrices that give the spans, and the classifier, which gives labels."""
+        """Reads the matrices that give the spans, and the classifier, which gives labels.
+
+        Of a decoder also the adapters of all layers, which tell more behind a step of Adam.
+        """
         family = setting.family
         inputs = (*family.attention_parameters(0), *family.attention_parameters(1))
-        second = {lora_b(name) for name in inputs}
+        deep = range(2, setting.num_layers if family.causal else 2)
+        deeper = [name for layer in deep for name in family.attention_parameters(layer)]
+        second = {lora_b(name) for name in (*inputs, *deeper)} | {lora_a(name) for name in deeper}
         return with_adapters((*inputs, *family.modules(0)["o"])) | second | {*family.classifier}
 
     @torch.no_grad()
@@ -96,6 +106,13 @@ class Dager(Reader):
         Their multiplicities, and a proof, are returned where the gradient gives them.
         """
         clock, tell = Clock(self.seconds), telling(on_progress, model)
+        behind = behind_adam(seen, model) if model.family.causal else None
+        texts = None if behind is None else read_depths(model, behind, clock, tell)
+        if texts:
+            reason = "nothing proved: these texts explain most"
+            return Reading.of(
+                recovered(texts, NOTHING_PROVED, diagnostics=clock.late(), reason=reason)
+            )
         spans = layer_spans(model, certificate.as_gradient(seen))
         if spans is None:
             return Reading.none(
