@@ -1,9 +1,19 @@
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 
 from fedleak.attacks import certificate, replay
+from fedleak.attacks.adam_step import behind_adam
 from fedleak.attacks.auto.attack import Auto
+from fedleak.attacks.clock import UNLIMITED, Clock
+from fedleak.attacks.listening import listening
+from fedleak.attacks.subspace import depth_search
+from fedleak.attacks.subspace.answer import Judged
 from fedleak.attacks.subspace.dager import Dager
+from fedleak.attacks.subspace.depth_search import read_depths, spanned_layers
+from fedleak.attacks.subspace.update_evidence import empty_cache
 from fedleak.models import CAUSAL_LM, load_parameters_
 from fedleak.models.lora import Lora, adapt_
 from fedleak.training.local import local_update_
@@ -47,7 +57,8 @@ def adapted(small):
 def sent(model, texts, how=CLIPPED):
     before = {name: value.clone() for name, value in model.parameters().items()}
     own = [tuple(ids) for ids in model.encode(texts)]
-    update = local_update_(model, own, [0] * len(own), how, seed=3)
+    with torch.enable_grad():
+        update = local_update_(model, own, [0] * len(own), how, seed=3)
     load_parameters_(model, before)
     known = Knowledge(
         learning_rate=how.learning_rate, local_steps=1, dropout=False, recipe=how.recipe
@@ -75,3 +86,65 @@ def test_auto_proves_it_before_slower_attacks_run(adapted):
     assert answer.verified
     assert [*answer.diagnostics["asked"]][-1] == "dager"
     assert "state_pursuit" not in answer.diagnostics["asked"]
+
+
+@torch.no_grad()
+def test_each_state_counts_by_what_those_before_it_do_not_explain(adapted):
+    model = adapted()
+    (own,), seen = sent(model, TEXTS[:1])
+    layers = spanned_layers(model, behind_adam(seen, model), UNLIMITED)
+    deep, zero = layers[1:], torch.zeros(1, dtype=torch.float64)
+    beam = depth_search._Beam([()], zero, [zero[:0]] * len(deep), empty_cache())
+    for token in own[:-1]:
+        beam = depth_search._grown(model, beam, torch.tensor([token]), deep, 1)
+    assert beam.ids == [own[:-1]]
+    with listening([layer.module for layer in deep]) as heard:
+        model.module.base_model(input_ids=torch.tensor([own[:-1]]))
+    for layer, (known_TD,) in zip(deep, beam.known, strict=True):
+        torch.testing.assert_close(known_TD @ known_TD.T, torch.eye(len(own) - 1).double())
+        (states_TD,) = heard[layer.module][0].double()
+        torch.testing.assert_close(states_TD @ known_TD.T @ known_TD, states_TD, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("norm", [0.05, 5.0], ids=["known", "large numbers not known"])
+def test_a_batch_is_chosen_by_the_gradients_of_whole_texts(adapted, norm):
+    """Whatever spans say of them: the wrong texts here seem to be better."""
+    model = adapted()
+    how = replace(CLIPPED, recipe=replace(CLIPPED.recipe, max_grad_norm=norm))
+    own, seen = sent(model, TEXTS, how)
+    right = [ids[:-1] for ids in own]
+    wrong = [*((*ids, ids[-1]) for ids in right), right[0][:-1], (*right[0][:2], *right[1][2:])]
+    judged = [Judged(ids, -9.0, math.inf) for ids in wrong]
+    judged += [Judged(ids, -1.0, math.inf) for ids in right]
+    behind = behind_adam(seen, model)
+    chosen = depth_search._batch(model, behind, judged, UNLIMITED)
+    assert sorted(text.ids for text in chosen) == sorted(right)
+
+
+def test_texts_that_explain_less_than_half_of_a_gradient_are_none_of_its_batch(adapted):
+    model = adapted()
+    _, seen = sent(model, TEXTS[:1])
+    (other,) = map(tuple, model.encode(TEXTS[1:]))
+    judged = [Judged(other[:-1], -9.0, math.inf)]
+    assert depth_search._batch(model, behind_adam(seen, model), judged, UNLIMITED) == []
+
+
+def test_without_time_or_rows_enough_there_are_no_spans(adapted):
+    model = adapted()
+    _, seen = sent(model, TEXTS[:1])
+    assert spanned_layers(model, behind_adam(seen, model), Clock(1e-9)) is None
+    narrow = adapted(rank=2)
+    _, seen = sent(narrow, TEXTS[:1])
+    assert read_depths(narrow, behind_adam(seen, narrow), UNLIMITED, unheard) is None
+
+
+def test_layers_whose_adapters_were_not_sent_are_left_out(adapted):
+    model = adapted()
+    _, seen = sent(model, TEXTS[:1])
+    kept = {name: value for name, value in seen.update.tensors.items() if ".2." not in name}
+    behind = behind_adam(replace(seen, update=replace(seen.update, tensors=kept)), model)
+    layers = spanned_layers(model, behind, UNLIMITED)
+    assert [layer.number for layer in layers] == [0, 1, 3]
+    first = {name: value for name, value in kept.items() if ".0." not in name}
+    behind = behind_adam(replace(seen, update=replace(seen.update, tensors=first)), model)
+    assert spanned_layers(model, behind, UNLIMITED) is None
