@@ -125,7 +125,8 @@ class LowRank:
     """A matrix, and what spans its rows, by weighted least squares.
 
     Attributes:
-        value_OD: The matrix, its rows scaled to a root mean square of 1; zeros for what is missing.
+        value_OD: The matrix, its rows scaled to a root mean square of 1; guesses of what is
+            missing.
         weight_OD: One over the variance of each number; zeros for what is missing.
         axis_RD: What spans its rows, orthonormal.
         square: Chi^2 of what that leaves.
@@ -160,17 +161,17 @@ class LowRank:
 
     def fitted(self, rank: int, clock: Clock) -> "LowRank | None":
         """Returns the fit of the likeliest rank, at least so much; None if none fits in time."""
-        fit, best, least = self, None, math.inf
+        fit, best, criterion = self, None, math.inf
         rows, width = self.value_OD.shape
         while max(rank, 1) <= self.most and not clock.up():
             fit = fit.wider(max(rank, 1) - fit.rank, _CLOSER)
             unknowns = fit.rank * (rows + width - fit.rank)
             free = max(int(self.weight_OD.count_nonzero()) - unknowns, 1)
             fits = fit.square < _MISFIT * free
-            if fits and fit.square + 2 * unknowns > least:
+            if fits and fit.square + 2 * unknowns > criterion:
                 break
             if fits:
-                best, least = fit, fit.square + 2 * unknowns
+                best, criterion = fit, fit.square + 2 * unknowns
             rank = fit.rank + (1 if fits else 1 + fit.rank // _FASTER)
         return best
 

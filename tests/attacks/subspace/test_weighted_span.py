@@ -64,8 +64,8 @@ def test_the_excess_is_that_of_a_minimum_over_all_mixes():
         return total
 
     start_R = (span.axis_RD @ x_D).numpy()
-    least = minimize(square, start_R, method="Powell").fun / (len(x_D) - len(axes_RD))
-    assert float(span.excess(x_D[None])) == pytest.approx(least**0.5, rel=0.02)
+    smallest = minimize(square, start_R, method="Powell").fun / (len(x_D) - len(axes_RD))
+    assert float(span.excess(x_D[None])) == pytest.approx(smallest**0.5, rel=0.02)
 
 
 def test_a_matrix_of_as_many_dimensions_as_rows_has_no_span():
