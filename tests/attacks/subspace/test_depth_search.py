@@ -14,7 +14,7 @@ from fedleak.attacks.subspace.answer import Judged
 from fedleak.attacks.subspace.dager import Dager
 from fedleak.attacks.subspace.depth_search import read_depths, spanned_layers
 from fedleak.attacks.subspace.update_evidence import empty_cache
-from fedleak.models import CAUSAL_LM, load_parameters_
+from fedleak.models import CAUSAL_LM, CLASSIFICATION, load_parameters_
 from fedleak.models.lora import Lora, adapt_
 from fedleak.training.local import local_update_
 from fedleak.training.observation import Knowledge, Observation, UpdateKind
@@ -41,8 +41,8 @@ def unheard(step, steps, best):
 def adapted(small):
     """Returns a decoder with adapters, whose second matrices are zero in a first round."""
 
-    def make(family="llama", *, first=False, rank=24):
-        model = small(family, CAUSAL_LM, layers=4, width=64)
+    def make(family="llama", *, first=False, rank=24, task=CAUSAL_LM):
+        model = small(family, task, layers=4, width=64)
         adapt_(model.module, Lora(rank, 2.0 * rank), model.family.classifier)
         rng = stream(0, "adapters")
         for name, parameter in model.trained().items():
@@ -76,6 +76,16 @@ def test_a_batch_is_read_from_adapters_behind_a_step_of_adam(adapted, family, fi
     closed = [certificate.close(model, ids) for ids in answer.sequences]
     assert sorted(closed) == sorted(own)
     assert replay.replay(model, closed, seen).verified
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_of_a_classifier_the_best_prefixes_are_the_answer(adapted, family):
+    """Its labels are not known, so that no gradient tells where a text ends."""
+    model = adapted(family, task=CLASSIFICATION)
+    own, seen = sent(model, TEXTS)
+    answer = Dager()(seen, model, rng=stream(0, "attack"))
+    assert sorted(answer.sequences) == sorted(own)
+    assert not answer.verified
 
 
 def test_auto_proves_it_before_slower_attacks_run(adapted):
