@@ -55,7 +55,7 @@ def main() -> None:
     trained.add_argument("--defense", help="a table, as in an experiment file")
     parser.add_argument("--auto", action="store_true", help="asks the attack auto instead")
     parser.add_argument("--clip", type=float, help="the norm of a gradient, at most")
-    parser.add_argument("--rate", type=float, default=5e-5, help="of the step")
+    parser.add_argument("--rate", type=float, help="of the step (5e-5)")
     parser.add_argument("--first", action="store_true", help="the round is the first one")
     parser.add_argument("--seconds", type=float, help="for one update")
     parser.add_argument("--batch", type=int, default=1)
@@ -65,9 +65,10 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     defense = None
-    if options.defense and options.clip:
+    if options.defense and (options.clip or options.rate is not None or options.first):
         parser.error(
-            "--clip is of a step of AdamW, and --defense sends one gradient: leave one out"
+            "--clip, --rate and --first are of a step of AdamW, and --defense sends one gradient: "
+            "leave them out"
         )
     if options.defense:
         try:  # The kind is that of the table.
@@ -86,7 +87,8 @@ def main() -> None:
     of_client = options.batch * options.steps
     texts = [tuple(ids) for ids in model.encode(lines[: WARM + options.clients * of_client])]
     recipe = replace(EARLIER.recipe, max_grad_norm=options.clip)
-    how = replace(EARLIER, batch_size=options.batch, learning_rate=options.rate, recipe=recipe)
+    rate = 5e-5 if options.rate is None else options.rate
+    how = replace(EARLIER, batch_size=options.batch, learning_rate=rate, recipe=recipe)
     if defense is None and not options.first:
         earlier = replace(EARLIER, learning_rate=2e-5) if options.full else EARLIER
         local_update_(model, texts[:WARM], [0] * WARM, earlier, seed=1)

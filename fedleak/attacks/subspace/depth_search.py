@@ -109,7 +109,7 @@ def spanned_layers(
 ) -> list[SpannedLayer] | None:
     """Returns the spans of the first layer and of some others; None if one of them has no end.
 
-    The number of tokens is the same in all layers, so all have the largest rank of these.
+    All have the largest rank of these, because the weakest tokens may be missed in a layer.
     """
     came = [layer for layer in range(model.num_layers) if _adapters(model, behind, layer)]
     if came[:1] != [0] or len(came) < 2:
@@ -119,7 +119,7 @@ def spanned_layers(
     rows = [_rows(model, behind, number) for number in numbers]
     fits, rank = list[LowRank](), 1
     for matrix, _, _ in rows:
-        fit = matrix.fitted(rank // 2, clock)
+        fit = matrix.fitted(rank // 2, clock)  # Deeper layers have about as many dimensions.
         if fit is None:
             return None
         fits, rank = [*fits, fit], fit.rank
@@ -176,6 +176,13 @@ class _Beam:
     known: list[Tensor]
     cache: "DynamicCache"
 
+    @classmethod
+    def empty(cls, layers: Sequence[SpannedLayer]) -> "_Beam":
+        """Returns the prefix without a token."""
+        zero_1 = layers[0].span.axis_RD.new_zeros(1)
+        known = [zero_1.new_zeros(1, 0, layer.span.axis_RD.shape[1]) for layer in layers]
+        return cls([()], zero_1, known, empty_cache())
+
     def longer(self, rows_M: Tensor, tokens_M: Tensor) -> list[Ids]:
         """Returns some prefixes, each with one more token."""
         pairs = zip(rows_M.tolist(), tokens_M.tolist(), strict=True)
@@ -201,9 +208,7 @@ def read_depths(
         return None
     size = behind.update.num_examples
     deep, places = layers[1:], model.max_length
-    nothing = torch.zeros(1, dtype=torch.float64, device=model.device)
-    beam = _Beam([()], nothing, [nothing[:0]] * len(deep), empty_cache())
-    prefixes: list[Judged] = []
+    beam, prefixes = _Beam.empty(deep), list[Judged]()
     for position, tokens_N in enumerate(_slots(model, layers[0]), 1):
         if not len(tokens_N) or clock.up():
             break
@@ -290,7 +295,7 @@ def _states(
     states = list[tuple[Tensor, Tensor]]()
     for layer, known_KTD in zip(layers, beam.known, strict=False):
         x_MD = F.normalize(layer.vectors(heard[layer.module][0][:, 0]))
-        known_MTD = known_KTD[rows_M] if known_KTD.numel() else x_MD[:, None][:, :0]
+        known_MTD = known_KTD[rows_M]
         for _ in range(2):  # Once more, because what is left may be small.
             x_MD = F.normalize(x_MD - ((known_MTD @ x_MD[..., None]) * known_MTD).sum(1))
         states.append((x_MD, known_MTD))

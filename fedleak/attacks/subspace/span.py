@@ -56,10 +56,10 @@ _VANISHING = 1e-30
 _EDGE = 1.05
 """Singular values of noise pass the edge of its spectrum by a few per cent at these sizes."""
 
-_ACTIVATION_ROUNDING = 2e-6
+ACTIVATION_ROUNDING = 2e-6
 """Relative float32 error of activations: the client's and ours differ by as much."""
 
-REPEATS = int((ACCEPT * _ACTIVATION_ROUNDING) ** -0.5)
+REPEATS = int((ACCEPT * ACTIVATION_ROUNDING) ** -0.5)
 """Tokens of a sequence that may add nothing to a span's rank, because they repeat others.
 
 One equal token more moves a mean over n of them by about 1 / n^2: after so many, by rounding.
@@ -101,7 +101,7 @@ class Span:
         c_NR = x_ND @ self.basis_DR
         residual_N = (x_ND - c_NR @ self.basis_DR.T).norm(dim=-1)
         bound_N = self.floor * (c_NR / self.singular_R).norm(dim=-1)
-        excess_N: Tensor = residual_N / (bound_N + _ACTIVATION_ROUNDING)
+        excess_N: Tensor = residual_N / (bound_N + ACTIVATION_ROUNDING)
         return excess_N
 
     def null_sketch(self, columns: int, rng: torch.Generator) -> Tensor:

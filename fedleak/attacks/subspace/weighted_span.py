@@ -27,12 +27,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedleak.attacks.clock import Clock
+from fedleak.attacks.subspace.span import ACTIVATION_ROUNDING
 
 _DRIFT = 1e-3
 """Noise of a number beside its own, as a share of the root mean square of its row."""
-
-_ROUNDING = 2e-6
-"""Relative float32 error of a vector."""
 
 _FASTER = 16
 """Far from a fit the rank grows by this part of itself at a time, and else by one."""
@@ -91,7 +89,7 @@ class WeightedSpan:
         solve_RD = torch.linalg.solve(weighted_RD @ self.axis_RD.T, weighted_RD)
         part_NR = x_ND @ solve_RD.T
         variance_ND = ((part_NR @ mean_RR) * part_NR).sum(1, keepdim=True) * size_D
-        variance_ND += _ROUNDING**2 / x_ND.shape[1]
+        variance_ND += ACTIVATION_ROUNDING**2 / x_ND.shape[1]
         return variance_ND, self._residual(x_ND, part_NR, variance_ND)
 
     def _near(self, x_ND: Tensor, variance_ND: Tensor) -> Tensor:
@@ -103,7 +101,7 @@ class WeightedSpan:
             part_NR = torch.linalg.solve(weighted_NRD @ self.axis_RD.T, right_NR1)[..., 0]
             square_NRR = part_NR[:, :, None] * part_NR[:, None]
             variance_ND = square_NRR.flatten(1) @ self.covariance_DRR.flatten(1).T
-            variance_ND += _ROUNDING**2 / x_ND.shape[1]
+            variance_ND += ACTIVATION_ROUNDING**2 / x_ND.shape[1]
         return self._residual(x_ND, part_NR, variance_ND)
 
     def _residual(self, x_ND: Tensor, part_NR: Tensor, variance_ND: Tensor) -> Tensor:

@@ -13,23 +13,13 @@ from fedleak.attacks.subspace import depth_search
 from fedleak.attacks.subspace.answer import Judged
 from fedleak.attacks.subspace.dager import Dager
 from fedleak.attacks.subspace.depth_search import read_depths, spanned_layers
-from fedleak.attacks.subspace.update_evidence import empty_cache
-from fedleak.models import CAUSAL_LM, CLASSIFICATION, load_parameters_
+from fedleak.models import CAUSAL_LM, CLASSIFICATION
 from fedleak.models.lora import Lora, adapt_
-from fedleak.training.local import local_update_
-from fedleak.training.observation import Knowledge, Observation, UpdateKind
+from fedleak.training.observation import UpdateKind
 from fedleak.training.recipe import Recipe
-from fedleak.training.settings import LocalTraining
 from fedleak.util.rng import stream
 
-CLIPPED = LocalTraining(
-    kind=UpdateKind.DELTA,
-    batch_size=8,
-    epochs=1,
-    learning_rate=2e-4,
-    dropout=False,
-    recipe=Recipe(optimiser="adamw", max_grad_norm=0.05),
-)
+CLIPPED = Recipe(optimiser="adamw", max_grad_norm=0.05)
 TEXTS = ["she told us that", "nobody knows it all"]
 
 
@@ -54,22 +44,23 @@ def adapted(small):
     return make
 
 
-def sent(model, texts, how=CLIPPED):
-    before = {name: value.clone() for name, value in model.parameters().items()}
-    own = [tuple(ids) for ids in model.encode(texts)]
-    with torch.enable_grad():
-        update = local_update_(model, own, [0] * len(own), how, seed=3)
-    load_parameters_(model, before)
-    known = Knowledge(
-        learning_rate=how.learning_rate, local_steps=1, dropout=False, recipe=how.recipe
-    )
-    return own, Observation(round=2, client=0, update=update, knowledge=known)
+@pytest.fixture
+def sent(observe):
+    """Returns the texts of a client, and what a server sees of its step on them."""
+
+    def make(model, texts, recipe=CLIPPED):
+        how = {"kind": UpdateKind.DELTA, "learning_rate": 2e-4, "recipe": recipe}
+        with torch.enable_grad():
+            observed = observe(model, texts, **how)
+        return list(observed.sequences), observed.seen
+
+    return make
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("first", [False, True], ids=["trained", "first round"])
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_batch_is_read_from_adapters_behind_a_step_of_adam(adapted, family, first, count):
+def test_a_batch_is_read_from_adapters_behind_a_step_of_adam(adapted, sent, family, first, count):
     model = adapted(family, first=first)
     own, seen = sent(model, TEXTS[:count])
     answer = Dager()(seen, model, rng=stream(0, "attack"))
@@ -79,7 +70,7 @@ def test_a_batch_is_read_from_adapters_behind_a_step_of_adam(adapted, family, fi
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_of_a_classifier_the_best_prefixes_are_the_answer(adapted, family):
+def test_of_a_classifier_the_best_prefixes_are_the_answer(adapted, sent, family):
     """Its labels are not known, so that no gradient tells where a text ends."""
     model = adapted(family, task=CLASSIFICATION)
     own, seen = sent(model, TEXTS)
@@ -88,7 +79,7 @@ def test_of_a_classifier_the_best_prefixes_are_the_answer(adapted, family):
     assert not answer.verified
 
 
-def test_auto_proves_it_before_slower_attacks_run(adapted):
+def test_auto_proves_it_before_slower_attacks_run(adapted, sent):
     model = adapted()
     own, seen = sent(model, TEXTS)
     answer = Auto(seconds=60.0)(seen, model, rng=stream(0, "attack"))
@@ -99,12 +90,12 @@ def test_auto_proves_it_before_slower_attacks_run(adapted):
 
 
 @torch.no_grad()
-def test_each_state_counts_by_what_those_before_it_do_not_explain(adapted):
+def test_each_state_counts_by_what_those_before_it_do_not_explain(adapted, sent):
     model = adapted()
     (own,), seen = sent(model, TEXTS[:1])
     layers = spanned_layers(model, behind_adam(seen, model), UNLIMITED)
-    deep, zero = layers[1:], torch.zeros(1, dtype=torch.float64)
-    beam = depth_search._Beam([()], zero, [zero[:0]] * len(deep), empty_cache())
+    deep = layers[1:]
+    beam = depth_search._Beam.empty(deep)
     for token in own[:-1]:
         beam = depth_search._grown(model, beam, torch.tensor([token]), deep, 1)
     assert beam.ids == [own[:-1]]
@@ -117,11 +108,10 @@ def test_each_state_counts_by_what_those_before_it_do_not_explain(adapted):
 
 
 @pytest.mark.parametrize("norm", [0.05, 5.0], ids=["known", "large numbers not known"])
-def test_a_batch_is_chosen_by_the_gradients_of_whole_texts(adapted, norm):
+def test_a_batch_is_chosen_by_the_gradients_of_whole_texts(adapted, sent, norm):
     """Whatever spans say of them: the wrong texts here seem to be better."""
     model = adapted()
-    how = replace(CLIPPED, recipe=replace(CLIPPED.recipe, max_grad_norm=norm))
-    own, seen = sent(model, TEXTS, how)
+    own, seen = sent(model, TEXTS, replace(CLIPPED, max_grad_norm=norm))
     right = [ids[:-1] for ids in own]
     wrong = [*((*ids, ids[-1]) for ids in right), right[0][:-1], (*right[0][:2], *right[1][2:])]
     judged = [Judged(ids, -9.0, math.inf) for ids in wrong]
@@ -131,7 +121,7 @@ def test_a_batch_is_chosen_by_the_gradients_of_whole_texts(adapted, norm):
     assert sorted(text.ids for text in chosen) == sorted(right)
 
 
-def test_texts_that_explain_less_than_half_of_a_gradient_are_none_of_its_batch(adapted):
+def test_texts_that_explain_less_than_half_of_a_gradient_are_none_of_its_batch(adapted, sent):
     model = adapted()
     _, seen = sent(model, TEXTS[:1])
     (other,) = map(tuple, model.encode(TEXTS[1:]))
@@ -139,7 +129,7 @@ def test_texts_that_explain_less_than_half_of_a_gradient_are_none_of_its_batch(a
     assert depth_search._batch(model, behind_adam(seen, model), judged, UNLIMITED) == []
 
 
-def test_without_time_or_rows_enough_there_are_no_spans(adapted):
+def test_without_time_or_rows_enough_there_are_no_spans(adapted, sent):
     model = adapted()
     _, seen = sent(model, TEXTS[:1])
     assert spanned_layers(model, behind_adam(seen, model), Clock(1e-9)) is None
@@ -148,7 +138,7 @@ def test_without_time_or_rows_enough_there_are_no_spans(adapted):
     assert read_depths(narrow, behind_adam(seen, narrow), UNLIMITED, unheard) is None
 
 
-def test_layers_whose_adapters_were_not_sent_are_left_out(adapted):
+def test_layers_whose_adapters_were_not_sent_are_left_out(adapted, sent):
     model = adapted()
     _, seen = sent(model, TEXTS[:1])
     kept = {name: value for name, value in seen.update.tensors.items() if ".2." not in name}
