@@ -59,12 +59,18 @@ MODELS = [
     ("llama", CLASSIFICATION),
     ("llama", CAUSAL_LM),
 ]
-ONE_OF_EACH_FAMILY = [("bert", CLASSIFICATION), ("gpt2", CAUSAL_LM), ("llama", CAUSAL_LM)]
+ONE_OF_EACH_FAMILY = [("bert", CLASSIFICATION), ("llama", CAUSAL_LM), ("gpt2", CAUSAL_LM)]
 PUBLIC = 8
 """Public texts that are granted: each costs a gradient."""
 
-LONGEST = 16
+LONGEST = 10
 """Tokens that a model can read: who guesses lengths has less to try."""
+
+IN_TURN = (
+    {("bert", CLASSIFICATION), ("gpt2", CLASSIFICATION), ("llama", CAUSAL_LM)},
+    {("bert", CLASSIFICATION), ("gpt2", CAUSAL_LM), ("llama", CLASSIFICATION)},
+)
+"""Models that attacks have in turn: an encoder, and a decoder of each family and of each task."""
 
 GRANTED = ("batch_size", "labels", "lengths", "candidates")
 KEYS = r"algorithm = |task = |update\.share|threat\.knows|model\.name|kind = |server\.mode"
@@ -104,6 +110,12 @@ def meeting(rows, columns, layers):
     ]
 
 
+def in_turn(cases):
+    """The cases of attacks in turn with one half of the decoders and with the other."""
+    attackers = list(dict.fromkeys(case[0] for case in cases))
+    return [case for case in cases if IN_TURN[attackers.index(case[0]) % 2] & set(case)]
+
+
 def over(names, cases, *, rarely=()):
     """Parametrises a test over cases, each once; with `-m slow` over those of `rarely`, too."""
 
@@ -136,6 +148,14 @@ def takes_long(case):
     return who in ("auto", "command", "lamp", "tag") and MODELS[0] not in case
 
 
+@pytest.fixture
+def short(small, monkeypatch):
+    """Makes models that read few tokens; the texts that attacks make up fit them."""
+    monkeypatch.setattr("fedleak.attacks.analytic.facts.DUMMY_LENGTH", LONGEST)
+    monkeypatch.setattr("fedleak.attacks.subspace.update_evidence.OWN_TOKENS", LONGEST - 2)
+    return partial(small, width=32, longest=LONGEST)
+
+
 def quick(kind):
     return attacks.kinds()[kind](**QUICK.get(kind, {}))
 
@@ -149,6 +169,11 @@ TOGETHER = [k for k in BATCHED if not isinstance(quick(k), OneByOne) and k not i
 def with_facts(kinds):
     """Attacks and facts: nothing granted, and, to those that make use of them, facts."""
     return [(kind, f) for kind in kinds for f in ((), GRANTED) if not f or quick(kind).uses]
+
+
+def with_most_facts(kinds):
+    """Attacks, each with all facts of which it makes use."""
+    return [(kind, GRANTED if quick(kind).uses else ()) for kind in kinds]
 
 
 def granting(seen, truth, facts):
@@ -201,9 +226,12 @@ def assert_same(answer, other):
     assert answer == other
 
 
-@over(("who", "built", "update"), meeting(with_facts(ALL), MODELS, list(UpdateKind)))
-def test_an_honest_update_is_answered_well_twice_and_left_alone(small, observe, who, built, update):
-    (kind, facts), model = who, small(*built, width=32, longest=LONGEST)
+HONEST = meeting(with_facts(ALL), MODELS, list(UpdateKind))
+
+
+@over(("who", "built", "update"), in_turn(HONEST), rarely=HONEST)
+def test_an_honest_update_is_answered_well_twice_and_left_alone(short, observe, who, built, update):
+    (kind, facts), model = who, short(*built)
     attack, truth = quick(kind), observe(model, 2, kind=update, max_length=6)
     seen = granting(truth.seen, truth, facts)
     tensors = {name: value.clone() for name, value in seen.update.tensors.items()}
@@ -225,11 +253,15 @@ def test_an_honest_update_is_answered_well_twice_and_left_alone(small, observe, 
 @over(
     ("who", "built"),
     # An attack that takes one after the other is not another one with another model.
-    [*product(with_facts(TOGETHER), ONE_OF_EACH_FAMILY), *product(with_facts(BATCHED), MODELS[:1])],
+    # and to give it less, or nothing, is no other way to go through a list.
+    [
+        *product(with_facts(TOGETHER), ONE_OF_EACH_FAMILY),
+        *product(with_most_facts(BATCHED), MODELS[:1]),
+    ],
     rarely=product(with_facts(BATCHED), MODELS),
 )
-def test_together_each_is_answered_as_alone(small, observe, texts, who, built):
-    (kind, facts), model = who, small(*built, width=32, longest=LONGEST)
+def test_together_each_is_answered_as_alone(short, observe, texts, who, built):
+    (kind, facts), model = who, short(*built)
     attack = quick(kind)
     # Of different lengths, because what is padded must not matter.
     truths = [observe(model, texts[:2], max_length=6), observe(model, texts[2:4], max_length=8)]
@@ -272,11 +304,11 @@ USING_NOT_ALL = [kind for kind in ALL if set(GRANTED) - quick(kind).uses]
 
 
 @pytest.mark.parametrize("kind", USING_NOT_ALL)
-def test_facts_that_it_does_not_use_change_nothing(small, observe, kind):
+def test_facts_that_it_does_not_use_change_nothing(short, observe, kind):
     """Of the first model that it can work on: which facts it takes is no matter of the model."""
     attack, unused = quick(kind), [fact for fact in GRANTED if fact not in quick(kind).uses]
     for built in ONE_OF_EACH_FAMILY:
-        model = small(*built, width=32, longest=LONGEST)
+        model = short(*built)
         truth = observe(model, 2, max_length=6)
         answer = run(attack, granting(truth.seen, truth, unused), model)
         if answer is not None:
@@ -284,20 +316,24 @@ def test_facts_that_it_does_not_use_change_nothing(small, observe, kind):
     assert_same(answer, run(attack, truth.seen, model))
 
 
-@over(("kind", "part", "built"), [*meeting(ALL, PARTS, MODELS), *KEPT])
-def test_a_part_of_an_update_is_refused_by_its_key_or_answered(small, observe, kind, part, built):
-    attack, model = quick(kind), small(*built, width=32, longest=LONGEST)
+IN_PARTS = meeting(ALL, PARTS, MODELS)
+
+
+@over(("kind", "part", "built"), [*in_turn(IN_PARTS), *KEPT], rarely=IN_PARTS)
+def test_a_part_of_an_update_is_refused_by_its_key_or_answered(short, observe, kind, part, built):
+    attack, model = quick(kind), short(*built)
     seen = observe(model, 2, max_length=6).seen
     run(attack, replace(seen, update=partial_update(seen.update, part)), model)
 
 
 SELECTIVE = [kind for kind in ALL if isinstance(quick(kind), Selective)]
+WITHOUT = meeting(SELECTIVE, MODELS, list(UpdateKind))
 
 
 @pytest.mark.core
-@over(("kind", "built", "update"), meeting(SELECTIVE, MODELS, list(UpdateKind)))
-def test_without_what_it_does_not_read_its_answer_is_the_same(small, observe, kind, built, update):
-    attack, model = quick(kind), small(*built, width=32, longest=LONGEST, layers=3)
+@over(("kind", "built", "update"), in_turn(WITHOUT), rarely=WITHOUT)
+def test_without_what_it_does_not_read_its_answer_is_the_same(short, observe, kind, built, update):
+    attack, model = quick(kind), short(*built, layers=3)
     seen = observe(model, 2, kind=update, max_length=6).seen
     if (obstacle := attack.obstacle(AttackSetting.of(seen, model))) is not None:
         pytest.skip(obstacle)
@@ -334,9 +370,9 @@ def test_an_attack_that_does_not_say_what_it_reads_reads_all(small, observe):
     meeting(with_facts(ALL), ONE_OF_EACH_FAMILY, [0.0, 1.0, 1e-30]),
 )
 def test_zeros_and_noise_are_no_reason_to_crash_or_to_invent_tokens(
-    small, observe, who, built, size
+    short, observe, who, built, size
 ):
-    (kind, facts), model = who, small(*built, width=32, longest=LONGEST)
+    (kind, facts), model = who, short(*built)
     attack = quick(kind)
     truth = observe(model, 2, max_length=6)
     rng = torch.Generator().manual_seed(3)
@@ -414,9 +450,9 @@ class Easy:
 
 EASY = {
     # On the placebos, which nothing matches, all steps are made. What is easy `auto` reads without.
-    "dlg": Easy(settings={"steps": 60}),
-    "lamp": Easy(settings={"steps": 60}),
-    "tag": Easy(settings={"steps": 60}),
+    "dlg": Easy(settings={"steps": 30}),
+    "lamp": Easy(settings={"steps": 30}),
+    "tag": Easy(settings={"steps": 30}),
     "auto": Easy(settings={"steps": 2}),
     "command": Easy(settings=QUICK["command"]),
     # In a batch it only guesses which words belong to one text.
@@ -424,7 +460,11 @@ EASY = {
     "maximum_likelihood": Easy(texts=("she told us that",)),
     # Of exact gradients a second text is better read by others.
     "state_pursuit": Easy(
-        "llama", CAUSAL_LM, width=48, texts=("she told us that",), settings={"longest": 9}
+        "llama",
+        CAUSAL_LM,
+        width=48,
+        texts=("she told us that",),
+        settings={"longest": 7, "width": 6},
     ),
     "step_peeling": Easy("llama", CAUSAL_LM, width=48, of_step=1),
     "imprint": Easy(width=48, server_mode="imprint"),
@@ -483,6 +523,10 @@ def check_that_it_finds(attack, easy, small, observe):
     sent = partial(observe, server_mode=easy.server_mode, kind=kind, batch_size=easy.of_step)
     truth = sent(model, easy.texts, granted=easy.granted)
     others = sent(model, ["he pays for all of his", "my old friends"], [2, 2])
+    if (candidates := truth.seen.knowledge.candidates) is not None:
+        few = replace(candidates, public=candidates.public[: 2 * PUBLIC])
+        known = replace(truth.seen.knowledge, candidates=few)
+        truth.seen = replace(truth.seen, knowledge=known)
     obstacle = attack.obstacle(AttackSetting.of(truth.seen, model))
     assert obstacle is None, f"cannot work in its easy setting, name one in EASY: {obstacle}"
 
