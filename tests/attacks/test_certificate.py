@@ -122,10 +122,12 @@ def pulled(loss, logits, counts, batch):
     st.integers(0, 10**6),
     st.integers(0, 3),
 )
-def test_kappa_tells_how_often_a_sequence_occurs_with_each_label(small, loss, counts, seed, others):
+def test_kappa_tells_how_often_a_sequence_occurs_with_each_label(
+    bert_tiny, loss, counts, seed, others
+):
     if not sum(counts):
         return
-    model = replace(small("bert"), class_loss=CLASS_LOSSES[loss])
+    model = replace(bert_tiny, class_loss=CLASS_LOSSES[loss])
     rng, batch = torch.Generator().manual_seed(seed), sum(counts) + others
     logits = torch.randn(len(counts), generator=rng)
     unit = Units((1, 2), logits, [])
@@ -404,7 +406,7 @@ def test_words_of_one_embedding_are_told_apart_by_its_rows_alone(small, observe,
 
 def test_the_nearest_word_is_that_of_an_obvious_search(small):
     model = small("bert", width=48)
-    ids = [token for token in range(5, 700, 21) if token not in model.special_ids()]
+    ids = [token for token in range(5, 700, 63) if token not in model.special_ids()]
     rows = model.module.get_parameter(model.family.word_embedding).detach().double()
 
     nearest_N, apart_N = certificate.nearest_words(model, ids)
@@ -484,29 +486,25 @@ def test_one_factor_on_all_of_an_update_is_solved_for(small, observe, family, ta
 def test_a_direction_alone_tells_each_token_of_one_text(small, observe, task, part):
     """Of all texts that are one token away, none has nearly the same direction."""
     (text,) = TEXTS[1:2]
-    for seed in range(2):
-        model = small("gpt2", task, width=48, seed=seed)
-        truth = observe(model, [text], [1])
-        shared = partial_update(truth.seen.update, [part]) if part else truth.seen.update
-        u = torch.cat([g.flatten() for g in shared.tensors.values()])
-        rng = stream(seed, "token")
-        for place in range(len(truth.sequences[0])):
-            ids = list(truth.sequences[0])
-            while ids[place] == truth.sequences[0][place]:
-                ids[place] = int(torch.randint(len(model.tokenizer), (), generator=rng))
-            (unit,) = certificate.units(model, [tuple(ids[:-1])], list(shared.tensors))
-            system = torch.stack(
-                [
-                    torch.cat([g.flatten() for g in gradients.values()])
-                    for gradients in unit.gradients
-                ],
-                1,
-            )
-            if task == CLASSIFICATION:
-                assert model.num_labels == 3  # any kappa at all, which is more than any label
-            rest = u - system @ torch.linalg.lstsq(system, u[:, None]).solution[:, 0]
-            last_target = task == CAUSAL_LM and place == len(ids) - 1
-            assert last_target or float(rest.norm() / u.norm()) > 20 * PRECISION
+    model = small("gpt2", task, width=48)
+    truth = observe(model, [text], [1])
+    shared = partial_update(truth.seen.update, [part]) if part else truth.seen.update
+    u = torch.cat([g.flatten() for g in shared.tensors.values()])
+    rng = stream(0, "token")
+    for place in range(len(truth.sequences[0])):
+        ids = list(truth.sequences[0])
+        while ids[place] == truth.sequences[0][place]:
+            ids[place] = int(torch.randint(len(model.tokenizer), (), generator=rng))
+        (unit,) = certificate.units(model, [tuple(ids[:-1])], list(shared.tensors))
+        system = torch.stack(
+            [torch.cat([g.flatten() for g in gradients.values()]) for gradients in unit.gradients],
+            1,
+        )
+        if task == CLASSIFICATION:
+            assert model.num_labels == 3  # any kappa at all, which is more than any label
+        rest = u - system @ torch.linalg.lstsq(system, u[:, None]).solution[:, 0]
+        last_target = task == CAUSAL_LM and place == len(ids) - 1
+        assert last_target or float(rest.norm() / u.norm()) > 20 * PRECISION
 
 
 def test_a_batch_of_equal_repetitions_is_proved_at_no_other_scale(small, observe):

@@ -184,7 +184,7 @@ def slow(*values: Any) -> Any:
         (Dager(), "llama", CAUSAL_LM, NOISE),
         (Keyspan(), "bert", CLASSIFICATION, 0.0),
         (Keyspan(), "gpt2", CAUSAL_LM, NOISE),
-        (Lamp(steps=2, starts=1, orders=4, prior=PRIOR), "bert", CLASSIFICATION, 0.0),
+        (Lamp(steps=2, starts=1, guesses=4, orders=4, prior=PRIOR), "bert", CLASSIFICATION, 0.0),
         slow(Lamp(steps=2, starts=1, orders=4), "gpt2", CAUSAL_LM, 0.0),
         slow(Lamp(**FAITHFUL, guesses=2, orders=4, prior=PRIOR), "bert", CLASSIFICATION, NOISE),
         (Dlg(steps=2, starts=1), "llama", CLASSIFICATION, 0.0),
@@ -198,7 +198,7 @@ def test_an_attack_stays_on_the_device_of_the_model(
     # Spans need more dimensions than there are tokens; whoever matches gradients needs neither.
     matches = isinstance(attack, GradientMatching)
     model = small(family, task, width=32 if matches else 96, layers=1 if matches else 3)
-    seen = observe(model, 2, max_length=8, granted=("labels", "lengths")).seen
+    seen = observe(model, 2, max_length=6, granted=("labels", "lengths")).seen
     rng = torch.Generator().manual_seed(0)
     tensors = {
         name: value + noise * value.abs().mean() * torch.randn(value.shape, generator=rng)

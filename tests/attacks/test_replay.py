@@ -81,9 +81,10 @@ def test_the_texts_of_two_steps_are_proved_and_no_others(small, texts, name):
     assert changed(model, before) == []
 
 
-@pytest.mark.parametrize("size", [2, None])
+# Without the size of batches there is more to search.
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), None])
 def test_all_orders_of_two_epochs_are_searched_where_they_are_few(small, texts, size):
-    model = small("llama", CAUSAL_LM)
+    model = small("llama", CAUSAL_LM, layers=1, width=16)
     sequences = [tuple(ids) for ids in model.encode(texts[12:16])]
     seen = sent_by_client(model, sequences, "adamw", epochs=2, batch_size=size)
     assert replay.replay(model, sequences, seen).verified
@@ -93,7 +94,7 @@ def test_all_orders_of_two_epochs_are_searched_where_they_are_few(small, texts, 
 
 
 def test_an_answer_says_why_it_is_not_proved(small, texts, monkeypatch):
-    model = small("llama", CAUSAL_LM)
+    model = small("llama", CAUSAL_LM, layers=1, width=16)
     sequences = tuple(tuple(ids) for ids in model.encode(texts[:4]))
     seen = sent_by_client(model, sequences, "adamw", epochs=2, batch_size=2)
 
@@ -231,7 +232,8 @@ def test_a_replay_has_no_more_time_than_the_attack_had(small, texts, monkeypatch
 BEHIND = [Mask(fraction=0.5), Mask(fraction=0.9), Prune(fraction=0.8)]
 # What came is compared in the same way, whatever left it out and however the client steps.
 BEHIND_EACH = [
-    *(("sgd", defense) for defense in BEHIND),
+    *(("sgd", defense) for defense in BEHIND[1:]),
+    pytest.param("sgd", BEHIND[0], marks=pytest.mark.slow),
     ("momentum", BEHIND[1]),
     ("adamw", BEHIND[2]),
 ]
@@ -250,7 +252,7 @@ def test_behind_a_mask_the_texts_are_proved_and_no_others(small, texts, name, de
     seen = replace(seen, update=defense(seen.update, rng=stream(1, "sent")))
     assert replay.replay(model, sequences, seen).verified == (name != "adamw")
     words = sequences[0]
-    for place in (1, 4) if name == "adamw" else range(1, 5):
+    for place in (1, 4) if name == "adamw" else (1, 3):
         other_one = (*words[:place], words[place] + 1, *words[place + 1 :])
         swapped = (*words[:place], words[place + 1], words[place], *words[place + 2 :])
         for other in (other_one, swapped):

@@ -1,8 +1,10 @@
 import math
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
+from cases import some
 
 from fedleak.attacks import certificate, replay
 from fedleak.attacks.adam_step import behind_adam
@@ -57,9 +59,10 @@ def sent(observe):
     return make
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize("first", [False, True], ids=["trained", "first round"])
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(
+    ("count", "first", "family"),
+    some(product([2, 1], [False, True], ["llama", "gpt2"]), every=3),
+)
 def test_a_batch_is_read_from_adapters_behind_a_step_of_adam(adapted, sent, family, first, count):
     model = adapted(family, first=first)
     own, seen = sent(model, TEXTS[:count])

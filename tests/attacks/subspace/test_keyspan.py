@@ -189,7 +189,7 @@ def test_the_excess_of_a_sentence_tells_it_from_one_with_a_wrong_token(
     atoms, rng = atoms_of(model, truth.seen), stream(0, "wrong")
     bag = atoms.bag.tokens_N.tolist()
     tried = 0
-    for token, ids, at in seeds_of(model, truth):
+    for token, ids, at in seeds_of(model, truth)[::2]:
         seed, own = bag.index(token), index_of(atoms, token, at)
         members = torch.tensor([index_of(atoms, t, p) for p, t in enumerate(ids)])
         right = atoms.excess(seed, members, torch.tensor(own))
@@ -253,7 +253,7 @@ def may_join(atoms, members, atom):
 
 @pytest.mark.parametrize(
     ("family", "task", "width"),
-    some([(*kind, width) for width in (1, 3, 8) for kind in KINDS], every=8),
+    some([(*kind, width) for width in (1, 8, 3) for kind in KINDS], every=8),
 )
 def test_sets_grow_by_the_atoms_that_least_squares_from_scratch_would_choose(
     small, observe, family, task, width
@@ -378,13 +378,13 @@ def test_a_sentence_is_whole_when_it_has_every_position_up_to_its_end():
 # --- whole attacks ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("batch", "first"), some(product([1, 2, 4], [20, 30, 50]), every=3))
+@pytest.mark.parametrize(("batch", "first"), some(product([1, 2, 3], [20, 30, 50]), every=4))
 def test_bert_is_read_exactly_and_proved(bert_tiny, observe, texts, batch, first):
     truth = observe(bert_tiny, texts[first : first + batch])
     assert_exact(answer_of(bert_tiny, truth.seen), bert_tiny, truth)
 
 
-@pytest.mark.parametrize(("batch", "first"), some(product([1, 2, 4], [0, 10, 20]), every=4))
+@pytest.mark.parametrize(("batch", "first"), some(product([1, 2, 3], [0, 10, 20]), every=4))
 def test_gpt2_is_read_exactly_and_proved(gpt2_tiny, observe, texts, batch, first):
     truth = observe(gpt2_tiny, texts[first : first + batch])
     assert_exact(answer_of(gpt2_tiny, truth.seen), gpt2_tiny, truth)
@@ -451,7 +451,7 @@ SHORT = [
 
 @pytest.mark.parametrize(
     ("family", "task", "texts"),
-    some([(*kind, texts) for texts in SHORT for kind in [*KINDS, *ROTARY]], every=3),
+    some([(*kind, texts) for texts in SHORT for kind in [*KINDS, *ROTARY]], every=4),
 )
 def test_short_repeated_and_unequal_texts_are_read(small, observe, family, task, texts):
     model = small(family, task, **WIDE)
@@ -524,7 +524,7 @@ def fedavg(model, observe, batch, batch_size, epochs, learning_rate):
             *((*kind, *steps) for steps in ((2, 1, 1), (2, 2, 2), (4, 2, 1)) for kind in KINDS),
             *((*kind, *steps) for steps in ((2, 1, 1), (2, 2, 2)) for kind in ROTARY),
         ],
-        every=2,
+        every=4,
     ),
 )
 def test_several_small_steps_of_fedavg_are_read_but_prove_nothing(
@@ -537,7 +537,7 @@ def test_several_small_steps_of_fedavg_are_read_but_prove_nothing(
     assert not answer.verified
 
 
-@pytest.mark.parametrize(("family", "task"), [*KINDS, *ROTARY])
+@pytest.mark.parametrize(("family", "task"), some([*KINDS, *ROTARY], every=2))
 def test_several_large_steps_of_fedavg_are_not_proved(small, observe, family, task):
     model = small(family, task, **WIDE)
     truth = fedavg(model, observe, 2, 1, 1, 0.1)
@@ -562,7 +562,7 @@ def test_half_precision_is_read_and_not_falsely_proved(small, observe, family, t
 
 
 @pytest.mark.parametrize(
-    ("dtype", "first"), some(product([torch.float16, torch.bfloat16], [0, 10, 20]), every=4)
+    ("dtype", "first"), some(product([torch.float16, torch.bfloat16], [0, 10, 20]), every=6)
 )
 def test_half_precision_of_a_built_in_model_is_not_falsely_proved(
     gpt2_tiny, observe, texts, dtype, first
@@ -575,7 +575,7 @@ def test_half_precision_of_a_built_in_model_is_not_falsely_proved(
 
 @pytest.mark.parametrize(
     ("family", "task", "relative"),
-    some([(*kind, noise) for noise in (1e-6, 1e-3, 0.1, 1.0, 10.0) for kind in KINDS], every=2),
+    some([(*kind, noise) for noise in (1e-6, 1e-3, 0.1, 1.0, 10.0) for kind in KINDS], every=4),
 )
 def test_noise_is_no_reason_to_crash_or_to_prove_what_is_wrong(
     small, observe, family, task, relative
@@ -589,7 +589,7 @@ def test_noise_is_no_reason_to_crash_or_to_prove_what_is_wrong(
     assert answer.verified == (relative < 1e-5)
 
 
-@pytest.mark.parametrize(("family", "task"), [*KINDS, *ROTARY])
+@pytest.mark.parametrize(("family", "task"), some([*KINDS, *ROTARY], every=2))
 def test_progress_is_reported_with_each_sentence(small, observe, family, task):
     model, reports = small(family, task, **WIDE), []
     truth = observe(model, 2, max_length=8)

@@ -103,12 +103,12 @@ SIZES = [
 
 @pytest.mark.parametrize(
     ("width", "outputs", "rank", "decades"),
-    some([(*size, decades) for size in SIZES for decades in (0.0, 2.0, 4.0)], every=4),
+    some([(*size, decades) for size in SIZES for decades in (0.0, 2.0, 4.0)], every=5),
 )
 def test_of_a_large_gradient_a_random_sketch_tells_what_the_whole_spectrum_does(
     width, outputs, rank, decades
 ):
-    for seed in range(3):
+    for seed in range(2):
         gradient, inputs = made_gradient(rank, seed, width, outputs, decades)
         span, dense = row_space([gradient]), dense_span(gradient, rank)
         assert (span.rank, span.exact) == (rank, True)

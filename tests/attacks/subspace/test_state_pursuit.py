@@ -654,7 +654,7 @@ def test_noise_alone_is_no_text(adapted):
     seen = sent(adapted, adapted.encode(["she told us that"]))
     rng = torch.Generator().manual_seed(1)
     noise = seen.update.changed(lambda tensor: torch.randn(tensor.shape, generator=rng))
-    attack = StatePursuit(width=2, longest=5)
+    attack = StatePursuit(width=4, longest=6)
     answer = attack(replace(seen, update=noise), adapted, rng=stream(0, "a"))
     assert answer.status == Status.ABSTAINED
 
