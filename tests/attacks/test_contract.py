@@ -59,7 +59,7 @@ MODELS = [
     ("llama", CLASSIFICATION),
     ("llama", CAUSAL_LM),
 ]
-ONE_OF_EACH_FAMILY = [("bert", CLASSIFICATION), ("llama", CAUSAL_LM), ("gpt2", CAUSAL_LM)]
+ONE_OF_EACH_FAMILY = [("bert", CLASSIFICATION), ("gpt2", CAUSAL_LM), ("llama", CAUSAL_LM)]
 PUBLIC = 8
 """Public texts that are granted: each costs a gradient."""
 
@@ -307,7 +307,8 @@ USING_NOT_ALL = [kind for kind in ALL if set(GRANTED) - quick(kind).uses]
 def test_facts_that_it_does_not_use_change_nothing(short, observe, kind):
     """Of the first model that it can work on: which facts it takes is no matter of the model."""
     attack, unused = quick(kind), [fact for fact in GRANTED if fact not in quick(kind).uses]
-    for built in ONE_OF_EACH_FAMILY:
+    # Of a GPT-2 several words are tried as the first one, which takes longer.
+    for built in sorted(ONE_OF_EACH_FAMILY, key=lambda model: model[0] == "gpt2"):
         model = short(*built)
         truth = observe(model, 2, max_length=6)
         answer = run(attack, granting(truth.seen, truth, unused), model)
@@ -462,9 +463,10 @@ EASY = {
     "state_pursuit": Easy(
         "llama",
         CAUSAL_LM,
+        layers=2,
         width=48,
-        texts=("she told us that",),
-        settings={"longest": 7, "width": 6},
+        texts=("she told us",),
+        settings={"longest": 5, "width": 4},
     ),
     "step_peeling": Easy("llama", CAUSAL_LM, width=48, of_step=1),
     "imprint": Easy(width=48, server_mode="imprint"),

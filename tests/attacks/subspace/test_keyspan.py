@@ -484,7 +484,9 @@ def test_a_scaled_update_is_read_and_proved_as_well(small, observe, family, task
     assert answer.diagnostics["scale"] == pytest.approx(scale, rel=1e-4)
 
 
-@pytest.mark.parametrize(("family", "task", "learning_rate"), taking_turns([1e-1, 1e-2]))
+@pytest.mark.parametrize(
+    ("family", "task", "learning_rate"), some(taking_turns([1e-1, 1e-2]), every=3)
+)
 def test_one_step_of_fedavg_is_a_gradient(small, observe, family, task, learning_rate):
     model = small(family, task, **WIDE)
     truth = observe(model, 2, max_length=LONG, kind=UpdateKind.DELTA, learning_rate=learning_rate)
@@ -551,7 +553,9 @@ def assert_not_falsely_proved(answer, model, truth):
     assert not answer.verified or sorted(answer.sequences) == scored(model, truth)
 
 
-@pytest.mark.parametrize(("family", "task", "dtype"), taking_turns([torch.float16, torch.bfloat16]))
+@pytest.mark.parametrize(
+    ("family", "task", "dtype"), some(taking_turns([torch.float16, torch.bfloat16]), every=3)
+)
 def test_half_precision_is_read_and_not_falsely_proved(small, observe, family, task, dtype):
     model = small(family, task, **WIDE)
     truth = observe(model, 2, max_length=LONG)

@@ -579,7 +579,7 @@ def test_the_gradient_of_other_texts_is_taken_out(small, observe, defense):
 @pytest.mark.parametrize(
     "defense",
     [
-        GaussianNoise(relative=0.3),
+        pytest.param(GaussianNoise(relative=0.3), marks=pytest.mark.slow),
         Sign(),
         pytest.param(Quantize(bits=8), marks=pytest.mark.slow),
         pytest.param(Mask(fraction=0.5), marks=pytest.mark.slow),
