@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 from cases import some
-from tiny import DLG, Here, call, toml
+from tiny import DLG, TABLES, Here, call, toml
 
 from fedleak.attacks.reconstruction import Status
 from fedleak.audit import scoring
@@ -43,7 +43,7 @@ from fedleak.store.summaries import (
     PositiveControl,
 )
 
-ENOUGH = {
+ENOUGH: dict[str, Any] = {
     "data": {"name": "builtin/notes", "samples": 20, "held_out": 4},
     "federation": {"clients": 10, "rounds": 1, "batch_size": 2},
     "threat": {"knows": ["labels", "lengths"]},
@@ -52,11 +52,17 @@ ENOUGH = {
 }
 """Ten clients with two texts each, of whose noisy updates nobody reads anything."""
 
-TWO = {
+TWO: dict[str, Any] = {
     "data": {"name": "builtin/notes", "samples": 4, "held_out": 4},
     "federation": {"clients": 2, "rounds": 1, "batch_size": 2},
 }
 """Two clients, where it does not matter how many there are."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def model(saved: Callable[..., str]) -> None:
+    """Makes a model of one layer, which is enough for the attack of most tests."""
+    ENOUGH["model"] = {"name": saved("bert", layers=1)}
 
 
 @pytest.fixture
@@ -79,7 +85,7 @@ def trained(changes: Mapping[str, Any] | None = None, status: int = 0) -> None:
 
 
 @pytest.fixture(scope="module")
-def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained_once(model: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run with enough clients and texts."""
     folder = tmp_path_factory.mktemp("trained")
     with pytest.MonkeyPatch.context() as patch:
@@ -214,7 +220,7 @@ def test_an_attack_without_time_closes_it(folder: Path, in_process: None, kind: 
     # The own search of dlg ends before it looks at its clock.
     preset = {"preset": "faithful"} if kind == "dlg" else {}
     hurried = {"kind": kind, "seconds": 0.001} | preset
-    trained(TWO | {"attack": [DLG | {"name": "weak"}, hurried]})
+    trained(TWO | {"model": TABLES["model"], "attack": [DLG | {"name": "weak"}, hurried]})
     allowed = ["--set", f'gate.may_abstain=["{kind}"]'] if kind in ("dager", "keyspan") else []
     status, text, _ = call("gate", "runs/small", "--set", "gate.exact=1", *allowed)
     assert status == 3

@@ -2,6 +2,7 @@ import itertools
 import json
 import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,9 @@ TABLES: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trained_here(tmp_path_factory.mktemp("trained"), TABLES)
+def trained(tmp_path_factory: pytest.TempPathFactory, saved: Callable[..., str]) -> Path:
+    model = {"name": saved("bert", layers=1)}
+    return trained_here(tmp_path_factory.mktemp("trained"), TABLES | {"model": model})
 
 
 @pytest.fixture

@@ -62,7 +62,7 @@ GPT2 = {"name": "builtin/gpt2-tiny", "task": "causal-lm"}
 CAST = {"kind": "cast", "dtype": "bfloat16"}
 CLIP = {"kind": "clip", "max_norm": 0.5}
 DP_SGD = {"kind": "dp_sgd", "noise_multiplier": 1.0, "max_grad_norm": 0.5}
-FREEZE = {"kind": "freeze", "parameters": ["t2"]}
+FREEZE = {"kind": "freeze", "parameters": ["t1"]}
 GAUSS = {"kind": "gaussian_noise", "sigma": 1e-3}
 RELATIVE = {"kind": "gaussian_noise", "relative": 0.3}
 LAPLACE = {"kind": "laplace_noise", "scale": 1e-3}
@@ -86,8 +86,8 @@ DIFFERS = "the captured update differs from the raw one"
 
 @pytest.fixture(scope="module", autouse=True)
 def folder(saved):
-    """Makes a model of the built-in one's vocabulary that costs a tenth."""
-    SMALL["name"] = saved("bert")
+    """Makes a model of one layer, of the built-in one's vocabulary: it costs a twentieth."""
+    SMALL["name"] = saved("bert", layers=1)
 
 
 def experiment_of(*defense, **tables):
@@ -172,7 +172,7 @@ def test_a_server_that_is_trusted_with_the_noise_is_checked(algorithm, table):
 def test_adapters_and_shared_parts_are_checked_as_they_are_sent():
     model = SMALL | {"lora": {"rank": 4}}
     freeze = {"kind": "freeze", "parameters": ["classifier"]}
-    share = {"share": ["layer.1.", "classifier"]}
+    share = {"share": ["layer.0.", "classifier"]}
     findings = defense_checks.check(experiment_of(DP_SGD, freeze, CLIP, model=model, update=share))
     assert not broken(findings), [finding for finding in findings if not finding.holds]
 
@@ -634,8 +634,17 @@ BROKEN = [
     (LOCAL_DP, a_ledger_of_clients_that_are_not_sampled, [COUNTED]),
 ]
 
+RARELY = (
+    # Of each, another case above breaks the same claims of the same defense.
+    *(a_sampler_that_takes_all, private_without_noise, a_sum_that_is_the_first),
+    *(clipping_of_clients_at_a_half_more, long_texts_clipped_less, clipping_of_the_mean),
+)
 
-@pytest.mark.parametrize(("table", "break_it", "claims"), BROKEN)
+
+@pytest.mark.parametrize(
+    ("table", "break_it", "claims"),
+    [pytest.param(*case, marks=pytest.mark.slow) if case[1] in RARELY else case for case in BROKEN],
+)
 def test_a_broken_defense_fails_where_it_is_broken(monkeypatch, table, break_it, claims):
     break_it(monkeypatch)
     failures = broken(defense_checks.check(experiment_of(table)))
@@ -906,5 +915,4 @@ def test_noise_that_is_added_to_a_copy_on_the_way_out_is_noticed(monkeypatch):
 
 
 def test_the_kinds_that_are_broken_here_are_all_there_are():
-    tables = [getattr(case, "values", case)[0] for case in BROKEN]
-    assert {table["kind"] for table in tables} == defenses.kinds().keys()
+    assert {table["kind"] for table, *_ in BROKEN} == defenses.kinds().keys()

@@ -30,9 +30,9 @@ NOTE = "node-1/small/defended/r0001-c01.json"
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("finished")
-    (folder / "small.toml").write_text(toml({"defense": [NOISY], "attack": [DLG]}))
+def finished(tmp_path_factory: pytest.TempPathFactory, saved: Callable[..., str]) -> Path:
+    folder, model = tmp_path_factory.mktemp("finished"), {"name": saved("bert", layers=1)}
+    (folder / "small.toml").write_text(toml({"model": model, "defense": [NOISY], "attack": [DLG]}))
     run = preparation.prepare(load(folder / "small.toml"), folder / "runs" / "small")
     pipeline.carry_out(run, load(folder / "small.toml"), train, Crew([Here()]))
     return folder

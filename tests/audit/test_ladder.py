@@ -2,7 +2,7 @@
 
 import itertools
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -145,9 +145,10 @@ CHANGES: dict[str, Any] = {"federation.batch_size": 2, "attack": [DLG]}
 
 
 @pytest.fixture(scope="module")
-def ran_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def ran_once(tmp_path_factory: pytest.TempPathFactory, saved: Callable[..., str]) -> Path:
     """A run with a ladder, and runs of the same clients with nothing and with all told."""
     folder = tmp_path_factory.mktemp("ran")
+    CHANGES["model"] = {"name": saved("bert", layers=1)}
     runs = {
         "rungs": {"threat.ladder": True},
         "nothing": {},

@@ -39,14 +39,19 @@ from fedleak.util.rng import stream
 
 MODEL = {"name": "smaller than builtin/bert-tiny: `folder`"}
 ASKED = ThreatModel(frozenset({"candidates"}))
-SMALLER = {"federation.rounds": 1, "federation.clients": 4, "data.samples": 16}
+ONE_ROUND = {
+    "federation.rounds": 1,
+    "federation.clients": 4,
+    "federation.batch_size": 4,
+    "data.samples": 16,
+}
 DP_SGD = {"kind": "dp_sgd", "noise_multiplier": 0.01, "max_grad_norm": 0.5, "sampling": "fixed"}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def folder(saved):
-    """Makes a model of the built-in one's vocabulary that costs a tenth."""
-    MODEL["name"] = saved("bert")
+    """Makes a model of one layer, of the built-in one's vocabulary: it costs a twentieth."""
+    MODEL["name"] = saved("bert", layers=1)
 
 
 def experiment_of(**changes):
@@ -54,8 +59,8 @@ def experiment_of(**changes):
         tables(
             {
                 "model": MODEL,
-                "data": {"name": "builtin/notes", "samples": 48, "held_out": 100},
-                "federation": {"clients": 6, "rounds": 2, "batch_size": 4, "learning_rate": 0.1},
+                "data": {"name": "builtin/notes", "samples": 24, "held_out": 68},
+                "federation": {"clients": 6, "rounds": 2, "batch_size": 2, "learning_rate": 0.1},
                 "utility": {"rounds": []},
                 "attack": [{"kind": "membership"}],
             }
@@ -163,8 +168,8 @@ def test_who_was_in_an_update_without_a_defense_is_told(attacked):
     assert by_score["residual"].epsilon > 0.5
     assert by_score["cosine"].auc.mean < by_score["residual"].auc.mean
     # Some held-out texts stand beside two texts of a client, in two rounds: they count once.
-    assert by_score["residual"].members == 48
-    assert by_score["residual"].pairs == by_score["residual"].controls > 30
+    assert by_score["residual"].members == 24
+    assert by_score["residual"].pairs == by_score["residual"].controls > 15
     assert by_score["residual"].found_at_1_percent is None  # fewer than 100 controls
     assert [round_figure.round for round_figure in by_score["residual"].rounds] == [1, 2]
 
@@ -232,8 +237,8 @@ def answer_of(key, scores):
     ids=["noise", "sum", "fedavg"],
 )
 def test_it_works_under_noise_on_sums_and_after_local_training(tmp_path, changes, limit):
-    """The areas are 0.97, 0.75 and 1: to be wrong about the sum, rounding had to move 38 pairs."""
-    run = carried_out(tmp_path, experiment_of(**SMALLER | changes))
+    """The areas are 0.92, 0.75 and 1: to be wrong about the sum, rounding had to move 38 pairs."""
+    run = carried_out(tmp_path, experiment_of(**ONE_ROUND | changes))
     figure = figures(run)["residual"]
     assert figure.auc.mean > limit
     sums = "secure_sum" in str(changes)
@@ -244,7 +249,7 @@ def test_it_works_under_noise_on_sums_and_after_local_training(tmp_path, changes
 def test_updates_of_a_round_that_are_asked_together_are_calibrated_on_each_other(tmp_path):
     together, alone = (
         carried_out(
-            tmp_path / str(at_once), experiment_of(**SMALLER | {"workers.at_once": at_once})
+            tmp_path / str(at_once), experiment_of(**ONE_ROUND | {"workers.at_once": at_once})
         )
         for at_once in (8, 1)
     )
@@ -465,7 +470,7 @@ def suspects(tmp_path):
     """A file of 8 notes of clients, of a small run's data, and 8 of nobody."""
     from fedleak.config.federation.workload import read_data
 
-    split = read_data(experiment_of(**SMALLER))
+    split = read_data(experiment_of(**ONE_ROUND))
     lines = [
         {"text": text, "label": split.train.label_names[label]}
         for corpus, where in ((split.train, slice(8)), (split.held_out, slice(60, 68)))
@@ -478,7 +483,7 @@ def suspects(tmp_path):
 
 def test_a_file_asks_about_its_texts(tmp_path, suspects):
     of_file = {"kind": "membership", "name": "suspects", "candidates": str(suspects)}
-    run = carried_out(tmp_path, experiment_of(**SMALLER | {"attack": [of_file]}))
+    run = carried_out(tmp_path, experiment_of(**ONE_ROUND | {"attack": [of_file]}))
     figure = figures(run)["residual"]
     assert figure.auc.mean > 0.95
     assert (figure.p, figure.epsilon, figure.pairs) == (None, None, 0)

@@ -40,7 +40,7 @@ PROTOCOL = {"kind": "secure_sum", "clipping": 0.5, "max_weight": 4.0, "protocol"
 
 @pytest.fixture(scope="module", autouse=True)
 def folder(saved):
-    MODEL["name"] = saved("bert")
+    MODEL["name"] = saved("bert", layers=1)
 
 
 def experiment_of(**tables):
