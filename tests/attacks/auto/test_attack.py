@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cases import some
 
 from fedleak import attacks
 from fedleak.attacks import AttackSetting, clock, replay
@@ -115,8 +116,18 @@ def test_states_are_pursued_but_where_matching_reads_more(small, observe, family
     assert suited == [True, rotary, rotary, True, True, True]
 
 
-@pytest.mark.parametrize("defense", [GaussianNoise(relative=1.0), Sign()])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("family", "defense"),
+    some(
+        [
+            ("llama", GaussianNoise(relative=1.0)),
+            ("gpt2", GaussianNoise(relative=1.0)),
+            ("gpt2", Sign()),
+            ("llama", Sign()),
+        ],
+        every=2,
+    ),
+)
 def test_noise_and_signs_hide_no_text_of_a_decoder(small, observe, defense, family):
     model = small(family, CAUSAL_LM)
     truth = observe(model, TEXTS[:1])
@@ -244,7 +255,7 @@ def test_spans_may_take_most_of_the_time(small, observe, notes_and_plants, local
     assert 0.5 <= shares[2] < 1
 
 
-@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("steps", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_steps_that_give_the_update_again_end_the_search(small, observe, notes_and_plants, steps):
     model = small("bert", layers=3, width=48)
     truth = observe(model, TEXTS[:2], kind=UpdateKind.DELTA, learning_rate=1e-3)

@@ -2,9 +2,11 @@
 
 import math
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
+from cases import some
 
 from fedleak.attacks.auto.chance import leaves_noise, noise_of, placebo, statistics, worth
 from fedleak.attacks.auto.evidence import Pairs
@@ -51,8 +53,7 @@ def rng():
     return stream(0, "chance")
 
 
-@pytest.mark.parametrize("known", [True, False], ids=["scale known", "scale unknown"])
-@pytest.mark.parametrize("built", KINDS, ids="-".join)
+@pytest.mark.parametrize(("built", "known"), some(product(KINDS, [True, False]), every=3))
 def test_true_texts_are_likely_and_random_texts_are_not(small, observe, built, known):
     model = small(*built, width=48)
     truth = observe(model, TEXTS)
@@ -87,8 +88,7 @@ def test_chance_is_that_of_the_best_of_all_texts_of_a_length_with_any_label(smal
     assert compared.by_chance == pytest.approx([nats + labels - risk for nats in texts])
 
 
-@pytest.mark.parametrize("built", KINDS, ids="-".join)
-@pytest.mark.parametrize("null", ["noise", "shuffled"])
+@pytest.mark.parametrize(("built", "null"), some(product(KINDS, ["noise", "shuffled"]), every=3))
 def test_a_text_that_was_sought_in_nothing_is_not_likely(small, observe, built, null):
     """The search raises what a text explains far above random texts: that is its work."""
     model = small(*built, width=48)

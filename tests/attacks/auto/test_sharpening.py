@@ -20,6 +20,10 @@ UNTIED = [
     ("llama", CLASSIFICATION),
     ("llama", CAUSAL_LM),
 ]
+BERT_AND_LLAMA = [
+    pytest.param(kind, marks=[] if kind in (UNTIED[0], UNTIED[-1]) else pytest.mark.slow)
+    for kind in UNTIED
+]
 
 
 def opened(model, ids):
@@ -65,7 +69,7 @@ def mended(model, batch, observed, clock=None):
     return mended_texts
 
 
-@pytest.mark.parametrize("built", UNTIED, ids="-".join)
+@pytest.mark.parametrize("built", BERT_AND_LLAMA, ids="-".join)
 def test_wrong_words_are_mended(small, observe, built):
     model = small(*built, width=48)
     truth = observe(model, TEXTS)
@@ -73,7 +77,11 @@ def test_wrong_words_are_mended(small, observe, built):
     assert mended_texts == [opened(model, ids) for ids in truth.sequences]
 
 
-@pytest.mark.parametrize("built", [*UNTIED, ("gpt2", CAUSAL_LM)], ids="-".join)
+@pytest.mark.parametrize(
+    "built",
+    [*BERT_AND_LLAMA, pytest.param(("gpt2", CAUSAL_LM), marks=pytest.mark.slow)],
+    ids="-".join,
+)
 def test_a_part_of_the_update_is_explained_no_worse(small, observe, built):
     model = small(*built, width=48)
     truth = observe(model, TEXTS)

@@ -60,7 +60,7 @@ def passes(monkeypatch):
 @pytest.fixture
 def seen(small, observe):
     """Two updates of one model that nothing matches exactly: one tells its tokens, one does not."""
-    model = small("bert", width=16)
+    model = small("bert", width=16, layers=1)
     truth = observe(model, TEXTS, granted=GRANTED)
     rng = torch.Generator().manual_seed(0)
     noised = {
@@ -178,7 +178,7 @@ def test_without_any_time_there_is_an_answer(seen, passes, attack, preset, token
 
 
 def test_out_of_time_two_sentences_exchange_nothing_more(small, observe, passes):
-    model = small("bert", width=16)
+    model = small("bert", width=16, layers=1)
     truth = observe(model, ["she told us that", "he pays for it now"], granted=GRANTED)
     frozen = Watch(Clock(1))
     tried = []

@@ -2,9 +2,11 @@
 
 import copy
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
+from cases import some
 from torch.nn import functional as F
 
 from fedleak.attacks import AttackSetting, Equipped
@@ -140,8 +142,7 @@ def plain_descent(model, truth, observed, start_BTD, fixed_BT, ids_BT, weights, 
     return x.detach()
 
 
-@pytest.mark.parametrize("kind", KINDS, ids="-".join)
-@pytest.mark.parametrize("loss", ["cos", "tag"])
+@pytest.mark.parametrize(("loss", "kind"), some(product(["cos", "tag"], KINDS), every=2))
 def test_five_steps_are_those_of_a_plain_descent(small, observe, kind, loss, inside):
     model = small(*kind)
     truth = observe(model, TEXTS, granted=GRANTED)
@@ -414,7 +415,7 @@ def test_words_change_places_when_they_may(small, observe, monkeypatch, discrete
 
     monkeypatch.setattr(lamp, "better_order", spy)
     monkeypatch.setattr(Descent, "step", counting)
-    attack = Lamp(preset="faithful", steps=52, guesses=2, orders=20, discrete=discrete)
+    attack = Lamp(preset="faithful", steps=52, guesses=2, orders=4, discrete=discrete)
     answer, reports = run(attack, seen, model)
     config = replace(attack.method().config, discrete_at="during")
     expected = [s for s in range(1, 53) if config.discrete(s)]
@@ -476,8 +477,10 @@ def test_a_prior_is_asked_for_by_name_and_given_to_the_algorithm(
     assert loaded == [("builtin/x", model)]
 
 
-@pytest.mark.parametrize("preset", ["best", "faithful"])
-@pytest.mark.parametrize("kind", [*KINDS, ("llama", CAUSAL_LM)], ids="-".join)
+@pytest.mark.parametrize(
+    ("kind", "preset"),
+    some(product([*KINDS, ("llama", CAUSAL_LM)], ["best", "faithful"]), every=3),
+)
 def test_a_model_that_transformers_loaded_is_attacked_like_ours(
     small, observe, tmp_path, kind, preset
 ):

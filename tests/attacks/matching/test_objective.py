@@ -147,7 +147,7 @@ def test_a_single_sequence_has_no_others(small, observe, on_objective, random_va
     on_objective(check, [truth.seen], model)
 
 
-@pytest.mark.parametrize("loss", ["cos", "l2l1"])
+@pytest.mark.parametrize("loss", ["cos", pytest.param("l2l1", marks=pytest.mark.slow)])
 def test_a_smaller_and_shorter_batch_is_judged_as_if_it_were_alone(
     model, observe, space, loss, on_objective, random_variables
 ):
