@@ -122,7 +122,8 @@ def test_nothing_is_noticed_where_nothing_is_wrong_and_nothing_changes(setting, 
     tables = {
         key: dict(value) if key == "model" else value for key, value in HONEST[setting].items()
     }
-    tables = tables | ({"model": MODEL | tables["model"]} if "model" in tables else {})
+    tables |= {"model": MODEL | tables["model"]} if "model" in tables else {}
+    tables["data"] = {"name": "builtin/notes", "samples": 2 * CLIENTS, "held_out": 2}
     watched = trained(tmp_path / "watched", detector=all_kinds("refuse"), **tables)
     without = trained(tmp_path / "without", **tables)
     for round in (1, 2):

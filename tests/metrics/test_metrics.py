@@ -264,9 +264,18 @@ POPULATIONS = COVERAGE["POPULATIONS"]
 
 
 @pytest.mark.parametrize(
-    "population", POPULATIONS, ids=[population.name for population in POPULATIONS]
+    ("population", "clients"),
+    [
+        pytest.param(
+            population,
+            clients,
+            id=f"{population.name}, {clients}",
+            marks=[] if (place + few) % 2 else pytest.mark.slow,  # of every population one
+        )
+        for place, population in enumerate(POPULATIONS)
+        for clients, few in ((3, True), (12, False))
+    ],
 )
-@pytest.mark.parametrize("clients", [3, 12])
 def test_intervals_hold_where_the_size_of_a_client_says_how_much_of_it_is_read(
     monkeypatch, population, clients
 ):

@@ -86,6 +86,15 @@ def test_a_changed_recipe_gets_another_folder(folders, monkeypatch, tmp_path):
     assert builtin.folder(GPT2).name != folders[GPT2].name
 
 
+@pytest.mark.parametrize(
+    "made",
+    [
+        GPT2,
+        pytest.param(BERT, marks=pytest.mark.slow),
+        pytest.param(LLAMA, marks=pytest.mark.slow),
+    ],
+    indirect=True,
+)
 def test_made_again_it_is_the_same_and_the_callers_random_numbers_too(made, monkeypatch, tmp_path):
     monkeypatch.setenv("FEDLEAK_CACHE", str(tmp_path))
     torch.manual_seed(5)

@@ -106,7 +106,7 @@ def outside(rows, inputs):
     return float((rows.T - inputs.T @ combination).norm() / rows.norm())
 
 
-@pytest.mark.parametrize("layer", [0, 1, 2])
+@pytest.mark.parametrize("layer", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 def test_rows_of_attention_gradients_are_combinations_of_inputs(model, batch, layer):
     ids, mask = batch
     tensors = gradients(model, ids, mask)

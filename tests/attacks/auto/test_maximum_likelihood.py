@@ -2,10 +2,12 @@
 
 import math
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from cases import some
 
 from fedleak.attacks import AttackSetting
 from fedleak.attacks.auto.maximum_likelihood import (
@@ -75,8 +77,9 @@ def blurred(seen, defense):
     return replace(seen, update=defense(seen.update, rng=stream(0, "blur")))
 
 
-@pytest.mark.parametrize("family", ["bert", "gpt2"])
-@pytest.mark.parametrize("defense", BLURS, ids=repr)
+@pytest.mark.parametrize(
+    ("defense", "family"), some(product(BLURS, ["bert", "gpt2"]), every=3), ids=str
+)
 def test_a_text_is_read_from_coarse_numbers(small, observe, family, defense):
     model = small(family, CLASSIFICATION, layers=3, width=64)
     truth = observe(model, [TEXT], [1])

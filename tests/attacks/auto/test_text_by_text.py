@@ -32,7 +32,7 @@ def search(small, observe, texts=TEXTS, labels=LABELS, family="bert", span=True)
     return made, tuple(map(tuple, model.encode(texts)))
 
 
-@pytest.mark.parametrize("family", ["bert", "gpt2"])
+@pytest.mark.parametrize("family", ["bert", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_three_texts_are_read_and_each_is_likely(small, observe, family):
     made, texts = search(small, observe, family=family)
     state = made.run(lambda progress: None)

@@ -56,7 +56,7 @@ def test_lira_is_how_far_a_residual_is_from_those_of_references(
     small, observe, family, monkeypatch
 ):
     task = CAUSAL_LM if family == "gpt2" else CLASSIFICATION
-    model = small(family, task)
+    model = small(family, task, layers=1)
     truth = observe(model, 2, granted=("candidates",))
     made = []
 
@@ -86,14 +86,14 @@ def test_lira_is_how_far_a_residual_is_from_those_of_references(
 
 
 def test_texts_of_references_are_those_that_do_not_explain(small, observe, monkeypatch):
-    model = small("bert")
+    model = small("bert", layers=1)
     truth = observe(model, 2, granted=("candidates",))
     drawn = []
     monkeypatch.setattr(
         "fedleak.attacks.membership.references.reference",
         lambda model, seen, texts: drawn.append(texts) or seen,
     )
-    Membership(references=6)(truth.seen, model, rng=stream(0))
+    Membership(references=3)(truth.seen, model, rng=stream(0))
     public = truth.candidates.public
     assert all(len(texts) == len({*texts}) == 2 for texts in drawn)
     assert {text for texts in drawn for text in texts} <= {*public[1::2]}

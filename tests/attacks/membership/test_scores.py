@@ -201,7 +201,7 @@ def test_fewer_public_texts_are_used_where_there_is_no_room(small, observe, text
 
 @pytest.mark.parametrize("built", BUILT, ids="-".join)
 def test_a_loss_is_that_of_one_text_before_and_after_a_step(small, observe, texts, built):
-    model = small(*built)
+    model = small(*built, layers=1)
     truth = observe(model, 3, granted=("candidates",), learning_rate=0.5)
     answer = Membership()(truth.seen, model, rng=stream(0))
     gradient = as_gradient(truth.seen)

@@ -112,13 +112,16 @@ def test_a_target_is_one_of_the_round_and_the_same_again(kind):
             "learning_rate": 1e-3,
             "recipe": Recipe(optimiser="adamw", weight_decay=0.1),
         },
-        {
-            "kind": UpdateKind.DELTA,
-            "batch_size": 1,
-            "epochs": 2,
-            "learning_rate": 0.1,
-            "recipe": Recipe(momentum=0.9),
-        },
+        pytest.param(
+            {
+                "kind": UpdateKind.DELTA,
+                "batch_size": 1,
+                "epochs": 2,
+                "learning_rate": 0.1,
+                "recipe": Recipe(momentum=0.9),
+            },
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["a gradient", "dropout", "several steps", "AdamW with weight decay", "momentum"],
 )
