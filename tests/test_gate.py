@@ -214,7 +214,7 @@ def test_few_texts_and_clients_close_it(folder: Path, in_process: None) -> None:
     assert "NOT TOLD  texts: fewer than 10 clients and fewer than 20 texts" in text
 
 
-@pytest.mark.parametrize("kind", some(["auto", "dlg", "keyspan", "dager", "tag", "lamp"], every=4))
+@pytest.mark.parametrize("kind", some(["auto", "dlg", "keyspan", "dager", "tag", "lamp"], every=6))
 def test_an_attack_without_time_closes_it(folder: Path, in_process: None, kind: str) -> None:
     """Also beside one that answers."""
     # The own search of dlg ends before it looks at its clock.

@@ -3,12 +3,14 @@
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
 from built import answer_of, run_of, summary_of, truth_of
+from cases import some
 from scored import row
 from tiny import Here, call, tables, toml
 
@@ -24,12 +26,12 @@ from fedleak.util.errors import FedleakError
 
 
 @pytest.fixture(scope="module")
-def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("trained")
+def trained_once(tmp_path_factory: pytest.TempPathFactory, saved: Callable[..., str]) -> Path:
+    folder, model = tmp_path_factory.mktemp("trained"), {"name": saved("bert", layers=1)}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(dispatcher, "hire", lambda *_: nullcontext([Here()]))
-        Path("small.toml").write_text(toml())
+        Path("small.toml").write_text(toml({"model": model}))
         assert call("run", "small.toml")[0] == 0
     return folder
 
@@ -49,8 +51,10 @@ def without_a_capture(run: Run) -> str:
     return "1 of 2 captures are missing (r0001-c01)"
 
 
-@pytest.mark.parametrize("command", ["score", "report", "attack"])
-@pytest.mark.parametrize("lacking", [interrupted, without_a_capture])
+@pytest.mark.parametrize(
+    ("lacking", "command"),
+    some(product([interrupted, without_a_capture], ["score", "report", "attack"]), every=2),
+)
 def test_what_is_missing_is_the_last_line_and_status_1(
     damaged_run: Run, lacking: Callable[[Run], str], command: str
 ) -> None:

@@ -159,7 +159,7 @@ def test_a_client_remembers_what_it_was_sent_last(tmp_path):
 INCONSISTENT = {"mode": "inconsistent", "targets": [2], "rounds": [2]}
 
 
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_inconsistent_models_are_noticed_by_all_but_the_target(lora, tmp_path):
     run = trained(
         tmp_path / "run",
@@ -232,7 +232,7 @@ def test_what_is_left_is_attacked_and_scored_and_the_run_is_complete(refuse, tmp
     assert Key(1, 1) not in {row.key for row in run.rows(LEDGER)}, "nothing left the client"
 
 
-@pytest.mark.parametrize("optimiser", ["sgd", "adam"])
+@pytest.mark.parametrize("optimiser", [pytest.param("sgd", marks=pytest.mark.slow), "adam"])
 def test_a_round_that_all_refuse_is_skipped(optimiser, refuse, tmp_path):
     federation = {"server_optimiser": optimiser, "rounds": 3}
     run = trained(tmp_path / "run", detector=refuse(1), federation=federation)
@@ -262,7 +262,9 @@ def test_a_secure_sum_goes_over_those_who_answered(defense, refuse, first_mean, 
         torch.testing.assert_close(value, first_mean.tensors[name], rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("defense", [{"kind": "secure_sum"}, PROTOCOL])
+@pytest.mark.parametrize(
+    "defense", [pytest.param({"kind": "secure_sum"}, marks=pytest.mark.slow), PROTOCOL]
+)
 def test_no_sum_is_made_of_one_client_that_is_left(defense, refuse, tmp_path):
     run = trained(tmp_path / "run", defense=[defense], detector=refuse(2, clients=[0, 1, 2]))
     assert not run.captures.has(Key(2, EVERYONE))

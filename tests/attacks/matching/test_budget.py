@@ -153,8 +153,9 @@ def test_a_descent_without_words_that_move_keeps_its_time_too(seen, passes, atta
     assert shown.longest_silence() <= 3
 
 
-@pytest.mark.parametrize("tokens", ["known", "unknown"])
-@pytest.mark.parametrize("preset", ["best", "faithful"])
+@pytest.mark.parametrize(
+    ("preset", "tokens"), some(product(["best", "faithful"], ["known", "unknown"]), every=3)
+)
 def test_each_of_several_victims_has_its_seconds(seen, passes, monkeypatch, preset, tokens):
     monkeypatch.setattr(victims, "PASS", {"cpu": 10**9})
     model, updates = seen
@@ -164,9 +165,10 @@ def test_each_of_several_victims_has_its_seconds(seen, passes, monkeypatch, pres
     assert 30 < passes.now <= 30 + FEW
 
 
-@pytest.mark.parametrize("tokens", ["known", "unknown"])
-@pytest.mark.parametrize("preset", ["best", "faithful"])
-@pytest.mark.parametrize("attack", [Lamp, Dlg, Tag])
+@pytest.mark.parametrize(
+    ("attack", "preset", "tokens"),
+    some(product([Lamp, Dlg, Tag], ["best", "faithful"], ["known", "unknown"]), every=5),
+)
 def test_without_any_time_there_is_an_answer(seen, passes, attack, preset, tokens):
     model, updates = seen
     (answer,), _ = run(attack(preset=preset, seconds=0.5), [updates[tokens]], model, passes)

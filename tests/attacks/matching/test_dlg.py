@@ -86,7 +86,9 @@ def test_more_steps_come_nearer(small, observe, attack):
     assert read[0].loss > read[-1].loss > 0
 
 
-@pytest.mark.parametrize("granted", [("lengths",), ("lengths", "labels")])
+@pytest.mark.parametrize(
+    "granted", [("lengths",), pytest.param(("lengths", "labels"), marks=pytest.mark.slow)]
+)
 def test_lengths_are_the_granted_ones(small, observe, attack, granted):
     for family in ("bert", "llama"):
         model = small(family)
