@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from tiny import DLG, call, toml
-from typer.testing import CliRunner
+from tiny import DLG, call, invoked, toml
 
 import fedleak
 from fedleak.cli import app, planning, runs
@@ -151,7 +150,7 @@ def shell(*arguments: str, **environment: str) -> str:
 
 
 def help_of(*command: str) -> str:
-    done = CliRunner().invoke(app, [*command, "--help"], prog_name="fedleak", env={"COLUMNS": "80"})
+    done = invoked(*command, "--help", prog_name="fedleak", env={"COLUMNS": "80"})
     assert done.exit_code == 0
     return done.stdout
 
@@ -207,8 +206,7 @@ def test_a_shell_completes_commands_files_and_runs(
         (here / path).parent.mkdir(parents=True, exist_ok=True)
         (here / path).touch()
     typed = words.split(" ")
-    done = CliRunner().invoke(
-        app,
+    done = invoked(
         prog_name="fedleak",
         env={
             "_FEDLEAK_COMPLETE": "complete_bash",

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from typer.testing import CliRunner
+from tiny import invoked
 
 from fedleak.audit.metrics import intervals
-from fedleak.cli import app
 from fedleak.cli.options import QUICKSTART
 from fedleak.config.loading import load
 from fedleak.running import sweep
@@ -239,7 +238,7 @@ def test_a_quick_command_works(
     monkeypatch.chdir(reader.folder)
     program, *arguments = shlex.split(command)
     if program == "fedleak":
-        ended = CliRunner().invoke(app, arguments)
+        ended = invoked(*arguments)
         assert ended.exit_code == 0, ended.output
         return
     assert program == "python"
@@ -389,7 +388,7 @@ def test_the_model_of_a_quickstart_learns(
     """Else a reader asks whether such updates are those of a real training."""
     monkeypatch.chdir(tmp_path)
     settings = ("--set", "name=learns", "--set", "attack=[]")
-    assert CliRunner().invoke(app, ["run", str(path), *settings]).exit_code == 0
+    assert invoked("run", str(path), *settings).exit_code == 0
     summary = json.loads((tmp_path / "runs" / "learns" / "summary.json").read_text())
     before, after = summary["utility_before"], summary["utility"]
     if "accuracy" in after:

@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 import tomli_w
-from tiny import TABLES
-from typer.testing import CliRunner
+from tiny import TABLES, invoked
 
-from fedleak import attacks, cli, defenses, detectors, models
+from fedleak import attacks, defenses, detectors, models
 from fedleak.attacks import server_modes
 from fedleak.config.federation.lookup import stored
 from fedleak.config.loading import parse
@@ -37,7 +36,7 @@ TABLE = {
 
 
 def listed():
-    done = CliRunner().invoke(cli.app, ["list"])
+    done = invoked("list")
     assert done.exit_code == 0
     return done.stdout
 

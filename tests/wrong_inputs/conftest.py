@@ -8,10 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import toml
-from typer.testing import CliRunner
-
-from fedleak.cli import app
+from tiny import invoked, toml
 
 BASE = {"name": "b", "seed": 1, "attack": [{"kind": "keyspan", "beam": 4}]}
 
@@ -34,7 +31,7 @@ class Outcome:
 
 def call(*arguments: str) -> Outcome:
     """Calls a command."""
-    done = CliRunner().invoke(app, list(arguments))
+    done = invoked(*arguments)
     crash = ""
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         crash = "".join(traceback.format_exception(done.exception))
