@@ -8,13 +8,12 @@ import pytest
 from own_app import client_app
 
 from fedleak.flower.inline import InlineGrid
-from fedleak.models import builtin
 
 
 @pytest.fixture(scope="session")
-def folder() -> str:
+def folder(saved) -> str:
     """The folder of a classifier, as an app names it."""
-    return str(builtin.folder("bert-tiny"))
+    return saved("bert", layers=3, width=48)
 
 
 @pytest.fixture

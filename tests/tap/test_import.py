@@ -19,6 +19,7 @@ from fedleak.attacks.server_modes.imprint import Imprint
 from fedleak.audit.vault import read_truth
 from fedleak.config.federation.lookup import stored
 from fedleak.config.federation.schedule import malicious_server
+from fedleak.models import CLASSIFICATION, ModelSpec, loading
 from fedleak.running.workers import hiring
 from fedleak.store.run import EVERYONE, Key, Run
 from fedleak.tap.about import load_about
@@ -32,10 +33,20 @@ from fedleak.util.rng import stream
 RATE = 0.5
 
 
+MODEL = {"name": "smaller than builtin/bert-tiny: `model`"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def model(folder):
+    """The checkpoint that clients start from."""
+    MODEL["name"] = folder
+    return loading.load(ModelSpec(name=folder, task=CLASSIFICATION, num_labels=2))
+
+
 def about_file(path: Path, changes=None):
     """Writes an about.toml; `changes` are by dotted key, None leaves the key out."""
     table = {
-        "model": {"name": "builtin/bert-tiny"},
+        "model": {**MODEL},
         "training": {"learning_rate": RATE, "batch_size": 2, "dropout": False},
     }
     for key, value in (changes or {}).items():
@@ -236,15 +247,15 @@ def test_a_head_of_another_name_is_the_models_if_it_is_called_so(wire, step, imp
     assert near(update_of(imported({"reply.names": names})).tensors, step.gradient)
 
 
-def test_what_is_not_sent_stays_as_in_the_checkpoint(wire, step, imported, folder, bert_tiny):
+def test_what_is_not_sent_stays_as_in_the_checkpoint(wire, step, imported, model):
     some = [name for name in step.gradient if "classifier" in name or "layer.1" in name]
     wire("sent", 1, 77, {"arrays": {name: step.before[name] for name in some}})
     wire("received", 1, 77, {"arrays": {name: step.after[name] for name in some}}, metrics=METRICS)
     outcome = imported({"attack": []})
     assert update_of(outcome).tensors.keys() <= set(some)
     assert near(update_of(outcome).tensors, step.gradient)
-    word = bert_tiny.family.word_embedding
-    assert torch.equal(outcome.run.models.read_model(1)[word], bert_tiny.parameters()[word])
+    word = model.family.word_embedding
+    assert torch.equal(outcome.run.models.read_model(1)[word], model.parameters()[word])
     assert set(stored(outcome.run).update.share) == set(update_of(outcome).tensors)
 
 
@@ -379,7 +390,7 @@ def truth_file(path, *lines):
     return str(path)
 
 
-def test_truth_can_be_added_later(wire, step, imported, tmp_path, bert_tiny):
+def test_truth_can_be_added_later(wire, step, imported, tmp_path, model):
     wire("sent", 1, 77, {"arrays": step.before})
     wire("received", 1, 77, {"arrays": step.after}, metrics=METRICS)
     first = imported()
@@ -395,11 +406,11 @@ def test_truth_can_be_added_later(wire, step, imported, tmp_path, bert_tiny):
     assert again.truths == 1
     assert "1 lines of" in " ".join(again.remarks)
     truth = read_truth(again.run, Key(1, 0))
-    ids = bert_tiny.encode(step.texts)
+    ids = model.encode(step.texts)
     assert truth.sequences == tuple((*text_ids[:5], text_ids[-1]) for text_ids in ids)
     assert truth.labels == (0, 1)
     (held,) = again.run.read_json("held_out.json")["sequences"]
-    assert held[:5] == bert_tiny.encode(["a text that nobody has"])[0][:5]
+    assert held[:5] == model.encode(["a text that nobody has"])[0][:5]
     assert (first.run.path / "captures" / "r0001-c00.safetensors").stat().st_mtime_ns == before
 
 
@@ -423,10 +434,10 @@ def test_the_folder_of_a_tap_is_audited_in_one_command(wire, step, tmp_path, mon
     assert (tmp_path / "mine-run" / "report.html").exists()
 
 
-def test_the_server_of_an_app_can_be_malicious(wire, step, imported, bert_tiny):
+def test_the_server_of_an_app_can_be_malicious(wire, step, imported, model):
     """Its user says so; attacks that read what was planted are tried then."""
-    public = [Example(tuple(ids), 0) for ids in bert_tiny.encode([f"note {i}" for i in range(9)])]
-    changes = Imprint().broadcast(bert_tiny, targeted=True, public=public, rng=stream(0))
+    public = [Example(tuple(ids), 0) for ids in model.encode([f"note {i}" for i in range(9)])]
+    changes = Imprint().broadcast(model, targeted=True, public=public, rng=stream(0))
     wire("sent", 1, 77, {"arrays": {**step.before, **changes}})
     wire("received", 1, 77, {"arrays": step.gradient}, metrics=METRICS)
     settings = {"reply.payload": "gradient", "attack": [{"kind": "imprint"}]}
