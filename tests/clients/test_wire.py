@@ -1,5 +1,6 @@
 """What leaves a client: the defended, shared update and nothing else."""
 
+import copy
 import stat
 
 import pytest
@@ -23,21 +24,35 @@ from fedleak.util.rng import stream_seed
 TABLE = {
     "name": "wire",
     "seed": 3,
-    "model": {"name": "builtin/bert-tiny"},
+    "model": {"name": "smaller than builtin/bert-tiny: `folders`"},
     "data": {"name": "builtin/notes", "samples": 12, "held_out": 2},
     "federation": {"clients": 2, "batch_size": 2},
 }
 NOISE = {"kind": "gaussian_noise", "sigma": 0.01}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def folders(saved):
+    """The folders of models that cost a tenth of the built-in ones, with as many layers."""
+    named = {family: saved(family, layers=4) for family in ("bert", "gpt2", "llama")}
+    TABLE["model"] = {"name": named["bert"]}
+    return named
+
+
+@pytest.fixture(scope="module")
+def bert(folders):
+    spec = models.ModelSpec(name=folders["bert"], task=models.CLASSIFICATION, num_labels=2)
+    return loading.load(spec)
+
+
 @pytest.fixture
-def reply_of(tmp_path, bert_tiny):
-    """Sends the built-in model to a client of an experiment and returns its reply."""
+def reply_of(tmp_path, bert):
+    """Sends a model to a client of an experiment and returns its reply."""
 
     def ask(client=0, *, round=1, vault=False, **tables):
         experiment = parse(TABLE | tables)
         spec = experiment.model_spec(2)
-        model = loading.load(spec) if "model" in tables else bert_tiny
+        model = loading.load(spec) if "model" in tables else bert
         name = f"run{len(list(tmp_path.iterdir()))}"
         run = preparation.prepare(experiment, tmp_path / name)
         config = {
@@ -90,27 +105,24 @@ def test_the_vault_changes_no_byte_of_a_reply(reply_of, algorithm):
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_beside_the_update_there_are_three_numbers(reply_of, bert_tiny):
+def test_beside_the_update_there_are_three_numbers(reply_of, bert):
     content, _ = reply_of(1, round=2)
     assert {name: dict(metrics) for name, metrics in content.metric_records.items()} == {
         "metrics": {"num-examples": 2, "client": 1, "round": 2}
     }
     assert not content.config_records
     assert list(content.array_records) == ["update"]
-    sent, own = tensors(content), bert_tiny.parameters()
+    sent, own = tensors(content), bert.parameters()
     assert {name: t.shape for name, t in sent.items()} == {n: p.shape for n, p in own.items()}
 
 
 @pytest.mark.parametrize("round", [1, 2])
-def test_the_vault_holds_what_the_update_was_made_of(reply_of, round):
+def test_the_vault_holds_what_the_update_was_made_of(reply_of, bert, round):
     content, run = reply_of(1, round=round, vault=True)
     truth = run.vault.read_note(Key(round, 1))
-    model = loading.load(
-        models.ModelSpec(name="builtin/bert-tiny", task=models.CLASSIFICATION, num_labels=2)
-    )
     experiment = parse(TABLE)
     again = local_update_(
-        model,
+        copy.deepcopy(bert),
         truth["sequences"],
         truth["labels"],
         experiment.local_training,
@@ -149,9 +161,9 @@ LLAMA = "model.layers.{}"
 @pytest.mark.parametrize(
     ("name", "lora", "shared", "expected"),
     [
-        ("bert-tiny", None, ["q1"], [f"{BERT.format(0)}.query.weight"]),
+        ("bert", None, ["q1"], [f"{BERT.format(0)}.query.weight"]),
         (
-            "bert-tiny",
+            "bert",
             None,
             ["classifier", "p4", "layer.0.attention.self.key.w"],  # patterns beside parts
             [
@@ -161,12 +173,12 @@ LLAMA = "model.layers.{}"
                 "classifier.bias",
             ],
         ),
-        ("bert-tiny", {"rank": 2}, ["v3"], [f"{BERT.format(2)}.value.lora_{ab}" for ab in "AB"]),
-        ("gpt2-tiny", None, ["k2", "v2", "q2"], [f"{GPT2.format(1)}.attn.c_attn.weight"]),
-        ("gpt2-tiny", None, ["o"], [f"{GPT2.format(i)}.attn.c_proj.weight" for i in range(4)]),
-        ("gpt2-tiny", None, ["embeddings"], ["transformer.wte.weight", "transformer.wpe.weight"]),
+        ("bert", {"rank": 2}, ["v3"], [f"{BERT.format(2)}.value.lora_{ab}" for ab in "AB"]),
+        ("gpt2", None, ["k2", "v2", "q2"], [f"{GPT2.format(1)}.attn.c_attn.weight"]),
+        ("gpt2", None, ["o"], [f"{GPT2.format(i)}.attn.c_proj.weight" for i in range(4)]),
+        ("gpt2", None, ["embeddings"], ["transformer.wte.weight", "transformer.wpe.weight"]),
         (
-            "llama-tiny",
+            "llama",
             None,
             ["f2", "q1"],
             [
@@ -176,8 +188,10 @@ LLAMA = "model.layers.{}"
         ),
     ],
 )
-def test_a_part_of_the_model_is_sent_and_nothing_else(reply_of, name, lora, shared, expected):
-    table = {"name": f"builtin/{name}"} | ({} if lora is None else {"lora": lora})
+def test_a_part_of_the_model_is_sent_and_nothing_else(
+    reply_of, folders, name, lora, shared, expected
+):
+    table = {"name": folders[name]} | ({} if lora is None else {"lora": lora})
     content, run = reply_of(model=table, update={"share": shared})
     sent = tensors(content)
     if lora is not None:
@@ -244,7 +258,7 @@ def test_a_cast_update_takes_half_the_bytes_and_arrives_rounded(reply_of, dtype)
     name = "bert.encoder.layer.1.attention.self.query.weight"
     arrays = [records.array_records["update"][name] for records in (content, plain)]
     header = 128  # numpy's
-    assert 2 * (len(arrays[0].data) - header) == len(arrays[1].data) - header == 4 * 128**2
+    assert 2 * (len(arrays[0].data) - header) == len(arrays[1].data) - header == 4 * 32**2
 
 
 def test_noise_after_a_cast_is_in_its_precision_and_before_it_too(reply_of):

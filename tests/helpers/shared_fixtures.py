@@ -1,9 +1,12 @@
 """What all tests share: small models, texts, and updates as a client makes them."""
 
+import copy
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
+from functools import cache, lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +30,7 @@ from transformers import (
 from fedleak import models
 from fedleak.data.notes import notes
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec, loading
-from fedleak.running import sweep
+from fedleak.running import preparation, sweep
 from fedleak.running.dispatch import dispatcher
 from fedleak.training.local import local_update_
 from fedleak.training.observation import Candidates, Example, Knowledge, Observation, UpdateKind
@@ -41,8 +44,36 @@ torch.set_num_threads(1)
 # No test cuts the power, so that nothing has to wait until what is written is on the disk.
 os.fsync = lambda file: None
 
+# What is the same for all runs of a process: git is not started, and no package looked up, for each.
+preparation.git_commit = cache(preparation.git_commit)
+preparation.versions = cache(preparation.versions)
+
 # A shell's background jobs ignore Ctrl-C, and so would the commands that the tests start and stop.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+_SAVED: set[str] = set()
+"""The folders of `saved`."""
+
+_load = loading.load
+
+
+@lru_cache(maxsize=32)
+def _loaded(spec: ModelSpec, weights: bool, files: Hashable) -> LanguageModel:
+    return _load(spec, weights=weights)
+
+
+def _load_once(spec: ModelSpec, *, weights: bool = True) -> LanguageModel:
+    """Loads a model of `saved`, as long as its files stay as they are, once: then it is copied.
+
+    Several hundred runs begin with one of a few.
+    """
+    if spec.name not in _SAVED:
+        return _load(spec, weights=weights)
+    model = _loaded(spec, weights, loading._files(spec.name))
+    return replace(model, module=copy.deepcopy(model.module))
+
+
+loading.load = _load_once
 
 TEXTS = tuple(note.text for note in notes(60, seed=7))
 
@@ -176,11 +207,13 @@ def small(bert_tiny, gpt2_tiny, llama_tiny) -> Callable[..., LanguageModel]:
 def saved(small, tmp_path_factory) -> Callable[..., str]:
     """Saves a model of a built-in one's vocabulary that costs a tenth, and returns its folder."""
 
+    @cache
     def save(family: str, task: str = CLASSIFICATION, **sizes: int) -> str:
         model = small(family, task, num_labels=2, **sizes)
         folder = tmp_path_factory.mktemp(family)
         model.module.save_pretrained(folder)
         model.tokenizer.save_pretrained(folder)
+        _SAVED.add(str(folder))
         return str(folder)
 
     return save
