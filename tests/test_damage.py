@@ -10,6 +10,7 @@ import shlex
 import shutil
 import stat
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -174,8 +175,10 @@ def test_a_damaged_answer_is_put_aside_told_and_given_anew(run, kind):
     assert len(run.rows(Lines(REC, dict))) == 4
 
 
-@pytest.mark.parametrize("kind", ["not-json", "no-keys", "another-experiment"])
-@pytest.mark.parametrize("command", ["run", "attack"])
+@pytest.mark.parametrize(
+    ("command", "kind"),
+    some(product(["run", "attack"], ["not-json", "no-keys", "another-experiment"]), every=2),
+)
 def test_run_and_attack_give_a_damaged_answer_anew(run, kind, command):
     before = scores(run)
     ANSWERS[kind](run.path)
@@ -305,7 +308,7 @@ def test_damage_is_named_and_takes_nothing_along(run, kind):
     assert (scores(run), run.rows(Lines("privacy.jsonl", dict))) == (before, spent)
 
 
-@pytest.mark.parametrize("kind", some((k for k in OTHER if not k.startswith("run-")), every=3))
+@pytest.mark.parametrize("kind", some((k for k in OTHER if not k.startswith("run-")), every=5))
 def test_run_and_attack_end_without_a_traceback_too(run, kind):
     before = scores(run)
     OTHER[kind][0](run.path)
@@ -317,8 +320,13 @@ def test_run_and_attack_end_without_a_traceback_too(run, kind):
     assert attacked in (0, 1)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in OTHER if kind.startswith("run-")])
-@pytest.mark.parametrize("command", ["run", "attack", "purge"])
+@pytest.mark.parametrize(
+    ("kind", "command"),
+    some(
+        product((k for k in OTHER if k.startswith("run-")), ["run", "attack", "purge"]),
+        every=2,
+    ),
+)
 def test_a_damaged_run_json_stops_every_command(run, kind, command):
     OTHER[kind][0](run.path)
     status, _, errors = call_on(run, command)

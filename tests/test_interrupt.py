@@ -18,7 +18,6 @@ ALL = 2 * ROUNDS  # captures of two clients
 CHANGES = {
     "name": "killed",
     "seed": 3,
-    "model": {"name": "builtin/gpt2-tiny", "task": "causal-lm"},
     "data.samples": 2 * ROUNDS,
     "federation.rounds": ROUNDS,
     "attack": [{"kind": "dager"}],

@@ -1,3 +1,4 @@
+import inspect
 import re
 import subprocess
 import sys
@@ -38,9 +39,10 @@ def test_another_seed_writes_other_notes():
 
 def test_another_process_writes_the_same_notes():
     # Strings hash differently there, so that the order of a set would show.
-    code = "from fedleak.data.notes import notes; print('\\n'.join(n.text for n in notes(300)))"
+    code = f"import runpy; notes = runpy.run_path({inspect.getfile(notes)!r})['notes']; "
+    code += "print('\\n'.join(n.text for n in notes(300)))"
     written = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {code}"],
+        [sys.executable, "-c", code],
         capture_output=True,
         text=True,
         check=True,

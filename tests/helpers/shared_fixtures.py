@@ -44,7 +44,7 @@ torch.set_num_threads(1)
 # No test cuts the power, so that nothing has to wait until what is written is on the disk.
 os.fsync = lambda file: None
 
-# What is the same for all runs of a process: git is not started, and no package looked up, for each.
+# What is the same for all runs: git is not started, and no package looked up, for each.
 preparation.git_commit = cache(preparation.git_commit)
 preparation.versions = cache(preparation.versions)
 

@@ -47,6 +47,8 @@ TABLE = {
     "attack": [{"kind": "dager"}],
     "workers": {"devices": ["cpu"]},
 }
+BERT = {"name": "smaller than builtin/bert-tiny: `folders`"}
+GPT2 = {"name": "and than builtin/gpt2-tiny", "task": CAUSAL_LM}
 CREW = dispatcher.Crew([Here()])
 KEYS = [Key(1, 0), Key(1, 1), Key(2, 0), Key(2, 1)]
 
@@ -80,6 +82,14 @@ def content(run):
         for path in sorted(run.path.rglob("*"))
         if path.is_file() and path.name not in (".lock", "log.txt")
     }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folders(saved):
+    """Makes models of the built-in ones' vocabularies and layers that cost a tenth."""
+    names = {family: saved(family, layers=4) for family in ("bert", "gpt2", "llama")}
+    BERT["name"], GPT2["name"] = names["bert"], names["gpt2"]
+    return names
 
 
 @pytest.fixture(scope="module")
@@ -315,8 +325,10 @@ def test_fedavg_with_some_of_the_clients(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
-def test_parts_of_the_model_arrive_as_attacks_are_told_and_only_they_change(tmp_path, name):
-    tables = {"model": {"name": f"builtin/{name}-tiny"}, "attack": [{"kind": "probes"}]}
+def test_parts_of_the_model_arrive_as_attacks_are_told_and_only_they_change(
+    tmp_path, folders, name
+):
+    tables = {"model": {"name": folders[name]}, "attack": [{"kind": "probes"}]}
     share = {"share": ["q1", "k1", "v1", "t3", "classifier"]}
     experiment = parse(TABLE | tables | {"update": share})
     run = trained(tmp_path / "run", experiment)
@@ -425,21 +437,20 @@ def assert_followed(run, experiment, model, defend=lambda client, update: update
 
 
 @pytest.mark.parametrize(
-    ("model", "algorithm"),
+    ("model", "more", "algorithm"),
     some(
         [
-            ({"name": "builtin/bert-tiny"}, "fedsgd"),
-            ({"name": "builtin/bert-tiny", "loss": "squared"}, "fedavg"),
-            ({"name": "builtin/gpt2-tiny", "task": CAUSAL_LM}, "fedsgd"),
-            ({"name": "builtin/gpt2-tiny", "task": CAUSAL_LM}, "fedavg"),
+            (BERT, {}, "fedsgd"),
+            (BERT, {"loss": "squared"}, "fedavg"),
+            (GPT2, {}, "fedsgd"),
+            (GPT2, {}, "fedavg"),
         ],
         every=3,
     ),
 )
-def test_with_adapters_only_they_and_the_classifier_are_sent(tmp_path, model, algorithm):
-    experiment = experiment_of(
-        [], model=model | {"lora": {"rank": 4}}, algorithm=algorithm, rounds=3, learning_rate=0.1
-    )
+def test_with_adapters_only_they_and_the_classifier_are_sent(tmp_path, model, more, algorithm):
+    adapted = model | more | {"lora": {"rank": 4}}
+    experiment = experiment_of([], model=adapted, algorithm=algorithm, rounds=3, learning_rate=0.1)
     run = trained(tmp_path / "run", experiment)
     fresh = loading.load(experiment.model_spec(2))
     names = fresh.parameters().keys()
@@ -461,7 +472,7 @@ def test_with_adapters_only_they_and_the_classifier_are_sent(tmp_path, model, al
 
 
 def test_the_attacks_know_a_model_with_adapters(tmp_path):
-    model = {"name": "builtin/bert-tiny", "loss": "squared", "lora": {"rank": 4}}
+    model = BERT | {"loss": "squared", "lora": {"rank": 4}}
     experiment = experiment_of([], model=model)
     run = trained(tmp_path / "run", experiment)
     looked: list[LanguageModel] = []

@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 from cases import some
-from tiny import Here, tables
+from tiny import DLG, Here, tables
 
 from fedleak.attacks import certificate
 from fedleak.attacks.reconstruction import Reconstruction, Status
@@ -200,11 +200,10 @@ def test_an_attack_that_comes_later_is_refused_with_a_line_or_attacks_what_is_le
 
 
 def test_a_capture_waits_for_the_attacks_of_its_run_whatever_is_asked_for_first(tmp_path):
-    dlg = {"kind": "dlg", "steps": 1}
-    experiment = experiment_of(audit__keep="none", attack=[dlg])
+    experiment = experiment_of(audit__keep="none", attack=[DLG])
     run = preparation.prepare(experiment, tmp_path / "run")
     inline.train(run, experiment)
-    other = experiment_of(audit__keep="none", attack=[dlg | {"name": "other"}])
+    other = experiment_of(audit__keep="none", attack=[DLG | {"name": "other"}])
     with run.lock():
         dispatcher.attack_captures(run, other, Crew([Here()]), no_more=lambda: True)
     assert len(tensors(run)) == 6

@@ -284,7 +284,13 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
+SLOW = {"dp epsilon tiny"}
+"""Takes a second: tests/test_defenses.py asks for an epsilon out of reach, too."""
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(w, marks=[pytest.mark.slow] if w in SLOW else []) for w in WRONG]
+)
 def test_a_setting_that_is_wrong(run, refused, folder: Path, case: str) -> None:
     changes, says = WRONG[case]
     refused(run(changes), *says)
