@@ -14,6 +14,7 @@ from fedleak.flower.inline import InlineGrid
 from fedleak.flower.server.app import Patience, find_nodes
 from fedleak.flower.server.capturing_grid import CapturingGrid
 from fedleak.flower.server.strategy import CuriousServer
+from fedleak.models import loading
 from fedleak.running import preparation
 from fedleak.store.captures import Captures
 from fedleak.store.run import EVERYONE, Key
@@ -22,7 +23,7 @@ from fedleak.util.versions import code
 
 TABLE = {
     "name": "replies",
-    "model": {"name": "builtin/bert-tiny"},
+    "model": {"name": "smaller than builtin/bert-tiny: `bert`"},
     "data": {"name": "builtin/notes", "samples": 9, "held_out": 2},
     "federation": {"clients": 3, "rounds": 5, "batch_size": 2, "learning_rate": 0.1},
 }
@@ -74,9 +75,16 @@ class Round:
         return str(caught.value)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def bert(saved):
+    """A model that costs a tenth of the built-in one, and the experiment's."""
+    TABLE["model"]["name"] = saved("bert")
+    return loading.load(parse(TABLE).model_spec(2))
+
+
 @pytest.fixture
-def round(tmp_path, bert_tiny):
-    return Round(tmp_path, bert_tiny)
+def round(tmp_path, bert):
+    return Round(tmp_path, bert)
 
 
 def test_a_reply_is_filed_under_the_node_that_sent_it_whatever_it_does_not_say(round):
@@ -176,9 +184,9 @@ def test_an_answer_of_a_node_that_was_not_asked_is_refused(round, claim):
     assert round.refusal().startswith("round 4: node 99: its answer is refused: it was not asked")
 
 
-def test_a_client_of_another_round_was_not_asked_either(tmp_path, bert_tiny):
+def test_a_client_of_another_round_was_not_asked_either(tmp_path, bert):
     federation = TABLE["federation"] | {"clients_per_round": 2}
-    round = Round(tmp_path, bert_tiny, federation=federation)
+    round = Round(tmp_path, bert, federation=federation)
     (idle,) = set(NODES.values()) - round.asked.keys()
     for client in (0, 1, 2):
         round.reply(client)
@@ -186,8 +194,8 @@ def test_a_client_of_another_round_was_not_asked_either(tmp_path, bert_tiny):
     assert len(round.run.captures.all_keys()) == 2
 
 
-def test_a_client_of_fedavg_has_its_part_of_the_data_and_no_more(tmp_path, bert_tiny):
-    round = Round(tmp_path, bert_tiny, federation=TABLE["federation"] | {"algorithm": "fedavg"})
+def test_a_client_of_fedavg_has_its_part_of_the_data_and_no_more(tmp_path, bert):
+    round = Round(tmp_path, bert, federation=TABLE["federation"] | {"algorithm": "fedavg"})
     round.reply(0, num_examples=3)
     round.reply(1, num_examples=4)
     round.reply(2, num_examples=9)
@@ -206,9 +214,9 @@ def test_a_failed_round_names_who_failed_and_who_was_silent(round):
 
 
 def test_a_part_of_the_model_and_half_precision_are_right_where_they_were_asked_for(
-    tmp_path, bert_tiny
+    tmp_path, bert
 ):
-    round = Round(tmp_path, bert_tiny, update={"share": ["classifier"]})
+    round = Round(tmp_path, bert, update={"share": ["classifier"]})
     rest = [name for name in round.weights if not name.startswith("classifier.")]
     bits = torch.tensor([1.5, -2.0], dtype=torch.bfloat16).view(torch.int16)
     round.reply(0, without=rest)
@@ -220,9 +228,9 @@ def test_a_part_of_the_model_and_half_precision_are_right_where_they_were_asked_
     assert update.tensors.keys() == {"classifier.weight", NAME}
 
 
-def test_what_a_client_freezes_it_must_not_send_and_others_must(tmp_path, bert_tiny):
+def test_what_a_client_freezes_it_must_not_send_and_others_must(tmp_path, bert):
     freeze = {"kind": "freeze", "parameters": ["classifier"], "clients": [0]}
-    round = Round(tmp_path, bert_tiny, defense=[freeze])
+    round = Round(tmp_path, bert, defense=[freeze])
     frozen = [name for name in round.weights if name.startswith("classifier.")]
     round.reply(0, without=frozen)
     round.reply(1, without=frozen)
@@ -233,8 +241,8 @@ def test_what_a_client_freezes_it_must_not_send_and_others_must(tmp_path, bert_t
     assert round.run.captures.all_keys() == [Key(4, 0), Key(4, 2)]
 
 
-def test_nothing_is_held_for_a_sum_of_a_reply_that_is_refused(tmp_path, bert_tiny):
-    round = Round(tmp_path, bert_tiny, defense=[{"kind": "secure_sum"}])
+def test_nothing_is_held_for_a_sum_of_a_reply_that_is_refused(tmp_path, bert):
+    round = Round(tmp_path, bert, defense=[{"kind": "secure_sum"}])
     for client in (0, 1, 2):
         round.reply(client, **({"client": 0} if client == 1 else {}))
     round.refusal()
@@ -402,14 +410,14 @@ def test_who_never_answers_is_not_waited_for_and_keeps_nobody_from_being_asked()
 
 
 def test_who_answers_early_is_held_until_it_is_its_turn_and_the_sum_is_that_of_the_order(
-    tmp_path, bert_tiny
+    tmp_path, bert
 ):
     following = []
     torch.manual_seed(0)
     values = {client: torch.randn(2) for client in range(3)}
     for number, order in enumerate(itertools.permutations(range(3))):
         ordered_round = Round(
-            tmp_path / str(number), bert_tiny, threat={"rounds": [1 + 3 * (number % 2)]}
+            tmp_path / str(number), bert, threat={"rounds": [1 + 3 * (number % 2)]}
         )
         waiting = []
         for client in order:
