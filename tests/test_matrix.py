@@ -80,7 +80,7 @@ ATTACKS = [
     {"kind": "dlg", "steps": 2, "starts": 1, "shapes": 1},
 ]
 GRID = (
-    toml({"attack": ATTACKS, "name": "grid"})
+    toml({"attack": ATTACKS, "name": "grid", "data.max_length": 8})
     + """
 [sweep]
 design = "one-at-a-time"

@@ -450,7 +450,7 @@ def assert_followed(run, experiment, model, defend=lambda client, update: update
 )
 def test_with_adapters_only_they_and_the_classifier_are_sent(tmp_path, model, more, algorithm):
     adapted = model | more | {"lora": {"rank": 4}}
-    experiment = experiment_of([], model=adapted, algorithm=algorithm, rounds=3, learning_rate=0.1)
+    experiment = experiment_of([], model=adapted, algorithm=algorithm, rounds=2, learning_rate=0.1)
     run = trained(tmp_path / "run", experiment)
     fresh = loading.load(experiment.model_spec(2))
     names = fresh.parameters().keys()

@@ -213,9 +213,7 @@ def test_a_failed_round_names_who_failed_and_who_was_silent(round):
     )
 
 
-def test_a_part_of_the_model_and_half_precision_are_right_where_they_were_asked_for(
-    tmp_path, bert
-):
+def test_a_part_of_the_model_and_half_precision_are_right_where_they_were_asked_for(tmp_path, bert):
     round = Round(tmp_path, bert, update={"share": ["classifier"]})
     rest = [name for name in round.weights if not name.startswith("classifier.")]
     bits = torch.tensor([1.5, -2.0], dtype=torch.bfloat16).view(torch.int16)
