@@ -65,7 +65,8 @@ def _loaded(spec: ModelSpec, weights: bool, files: Hashable) -> LanguageModel:
 def _load_once(spec: ModelSpec, *, weights: bool = True) -> LanguageModel:
     """Loads a model of `saved`, as long as its files stay as they are, once: then it is copied.
 
-    Several hundred runs begin with one of a few.
+    Several hundred runs begin with one of a few. Copies share the tokenizer, as those who ask for
+    an outline do.
     """
     if spec.name not in _SAVED:
         return _load(spec, weights=weights)
