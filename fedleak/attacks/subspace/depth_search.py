@@ -18,7 +18,7 @@ span, O rows, P texts that are compared, X numbers of a gradient that are known.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,7 +33,7 @@ from fedleak.attacks.clock import Clock
 from fedleak.attacks.listening import AllHeardError, listening
 from fedleak.attacks.reconstruction import Ids
 from fedleak.attacks.subspace.answer import Judged, OnJudged, by_excess, distinct
-from fedleak.attacks.subspace.span import ACCEPT
+from fedleak.attacks.subspace.span import ACCEPT, SPARE
 from fedleak.attacks.subspace.update_evidence import (
     empty_cache,
     first_tokens,
@@ -60,6 +60,9 @@ that are the nearest to its span."""
 _TRIED, _KEPT = 48, 4
 """Prefixes that are tested in all layers, and that are kept, for each text of the batch."""
 
+_BEYOND = 12
+"""Tokens that a batch may have more than rows: behind so many of a text the others must pass."""
+
 _AT_ONCE = 512
 """Tokens that go through the model together."""
 
@@ -75,6 +78,9 @@ _MOST = 64
 _LEFT = 0.5
 """Share of the square of a gradient that texts may leave, or they are none of its batch."""
 
+_CLEAR = 2.0
+"""Texts that leave less than this, in units of noise, are those of the batch."""
+
 _LORA_A, _LORA_B = lora_a(""), lora_b("")
 """Ends of the names of an adapter's matrices."""
 
@@ -87,49 +93,69 @@ class SpannedLayer(NamedTuple):
         module: What multiplies the inputs.
         span: Of the inputs, or of what a projection makes of them.
         first_DI: The projection: an adapter's first matrix in its first round; None: none.
+        whole: All tokens of the batch are in the span; else there may be more of them than rows.
     """
 
     number: int
     module: nn.Module
     span: WeightedSpan
     first_DI: Tensor | None
+    whole: bool = True
 
     def vectors(self, x_NI: Tensor) -> Tensor:
-        """Returns the vectors [N, D] of inputs that are in the span."""
+        """Returns the vectors [N, D] of inputs that are in the span, of length 1."""
         x_NI = x_NI.double()
-        return x_NI if self.first_DI is None else x_NI @ self.first_DI.T
+        return F.normalize(x_NI if self.first_DI is None else x_NI @ self.first_DI.T)
 
-    def excess(self, x_NI: Tensor) -> Tensor:
-        """Returns the excess [N] of inputs."""
-        return self.span.excess(self.vectors(x_NI))
+    def beside(self, known_TD: Tensor) -> WeightedSpan:
+        """Returns the span with what a prefix adds to it, orthonormal."""
+        return self.span if self.whole else self.span.beside(known_TD)
 
 
 def spanned_layers(
     model: LanguageModel, behind: BehindAdam, clock: Clock
-) -> list[SpannedLayer] | None:
-    """Returns the spans of the first layer and of some others; None if one of them has no end.
+) -> Iterator[list[SpannedLayer]]:
+    """Yields the spans of the first layer and of some others: of all tokens, then of the rows.
 
-    All have the largest rank of these, because the weakest tokens may be missed in a layer.
+    Of all tokens where fits of all layers have an end; and as the rows came where there are fewer
+    of them than columns.
     """
     came = [layer for layer in range(model.num_layers) if _adapters(model, behind, layer)]
     if came[:1] != [0] or len(came) < 2:
-        return None
+        return
     deep = came[1:]
     numbers = [0, *sorted({deep[round(i * (len(deep) - 1) / _DEPTHS)] for i in range(_DEPTHS)})]
-    rows = [_rows(model, behind, number) for number in numbers]
+    rows = {number: _rows(model, behind, number) for number in numbers}
+    matrices = [matrix for matrix, _, _ in rows.values()]
+
+    def layers(spans: Iterable[WeightedSpan], whole: bool) -> list[SpannedLayer]:
+        return [
+            SpannedLayer(number, module, span, first_DI, whole)
+            for (number, (_, module, first_DI)), span in zip(rows.items(), spans, strict=True)
+        ]
+
+    fits = _fits(matrices, clock)
+    if fits is not None:
+        yield layers((fit.span() for fit in fits), whole=True)
+    if all(count + SPARE <= width for count, width in (m.value_OD.shape for m in matrices)):
+        yield layers((matrix.rows() for matrix in matrices), whole=False)
+
+
+def _fits(matrices: Sequence[LowRank], clock: Clock) -> list[LowRank] | None:
+    """Returns fits of the largest rank of these; None: there may be more tokens than rows.
+
+    All have that rank, because the weakest tokens may be missed in a layer.
+    """
     fits, rank = list[LowRank](), 1
-    for matrix, _, _ in rows:
+    for matrix in matrices:
         fit = matrix.fitted(rank // 2, clock)  # Deeper layers have about as many dimensions.
         if fit is None:
             return None
         fits, rank = [*fits, fit], fit.rank
     rank = max(fit.rank for fit in fits)
-    if any(rank >= fit.most for fit in fits):  # There may be more tokens than rows.
+    if any(rank >= fit.most for fit in fits):
         return None
-    return [
-        SpannedLayer(number, module, fit.wider(rank - fit.rank).span(), first_DI)
-        for number, fit, (_, module, first_DI) in zip(numbers, fits, rows, strict=True)
-    ]
+    return [fit.wider(rank - fit.rank) for fit in fits]
 
 
 def _adapters(model: LanguageModel, behind: BehindAdam, layer: int) -> list[str]:
@@ -203,78 +229,153 @@ def read_depths(
         clock: When time is up, prefixes grow no longer.
         tell: Called with the number of positions that are done, and the best prefix.
     """
-    layers = spanned_layers(model, behind, clock)
-    if layers is None:
-        return None
-    size = behind.update.num_examples
-    deep, places = layers[1:], model.max_length
-    beam, prefixes = _Beam.empty(deep), list[Judged]()
-    for position, tokens_N in enumerate(_slots(model, layers[0]), 1):
-        if not len(tokens_N) or clock.up():
+    size, best = behind.update.num_examples, None
+    for layers in spanned_layers(model, behind, clock):
+        prefixes = _prefixes(model, layers, size, clock, tell)
+        batch = _batch(model, behind, prefixes, layers[0].whole, clock)
+        if best is None or batch.left < best.left:
+            best = batch
+        if best.left < _CLEAR:
             break
-        beam = _grown(model, beam, tokens_N, deep, size)
+    return None if best is None else best.texts
+
+
+def _prefixes(
+    model: LanguageModel,
+    layers: Sequence[SpannedLayer],
+    size: int,
+    clock: Clock,
+    tell: OnJudged,
+) -> list[Judged]:
+    """Returns the best prefixes of each length."""
+    beam, prefixes = _Beam.empty(layers), list[Judged]()
+    for position, slot in enumerate(_slots(model, layers[0]), 1):
+        tokens_KN = _proposed(model, beam, slot)
+        if not tokens_KN.numel() or clock.up():
+            break
+        beam = _grown(model, beam, tokens_KN, layers, size)
         if not beam.ids:
             break
         totals = beam.total_K.tolist()
         grown = [Judged(*pair, math.inf) for pair in zip(beam.ids, totals, strict=True)]
-        tell(position, places, grown[0])
+        tell(position, model.max_length, grown[0])
         prefixes += grown
-    return _batch(model, behind, prefixes, clock)
+    return prefixes
 
 
-def _slots(model: LanguageModel, first: SpannedLayer) -> Iterator[Tensor]:
-    """Yields for each position the tokens that the first layer lets pass, the nearest first."""
+@dataclass(frozen=True)
+class _Slot:
+    """What may stand at a position.
+
+    Attributes:
+        first: The first layer.
+        tokens_N: Tokens that it lets pass, the nearest first.
+        x_VD: Vectors of all tokens in that layer, of which the nearest depend on the prefix; None:
+            they do not.
+    """
+
+    first: SpannedLayer
+    tokens_N: Tensor
+    x_VD: Tensor | None = None
+
+    def behind(self, known_KTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the tokens [K, N] behind prefixes, the nearest first, and which of them pass."""
+        if self.x_VD is None:
+            tokens_KN = self.tokens_N.expand(len(known_KTD), -1)
+            return tokens_KN, torch.ones_like(tokens_KN, dtype=torch.bool)
+        excess_KN, tokens_KN = torch.stack(
+            [self.first.beside(known_TD).estimate(self.x_VD) for known_TD in known_KTD]
+        ).sort()
+        return tokens_KN, excess_KN < ACCEPT
+
+
+def _slots(model: LanguageModel, first: SpannedLayer) -> Iterator[_Slot]:
+    """Yields what may stand at each position."""
     table, begin = model.family.token_table(model.module), first_tokens(model)
-    ids_V, passed_N = torch.arange(model.vocabulary, device=model.device), torch.empty(0)
+    ids_V, slot = torch.arange(model.vocabulary, device=model.device), None
     for position in range(model.max_length - len(certificate.close(model, ()))):
-        if position == 0 or table.position_PD is not None:
-            excess_V = first.excess(table(ids_V, torch.full_like(ids_V, position)))
-            passed_N = excess_V.argsort()[: int((excess_V < _FIRST).sum())]
-        yield ids_V[list(begin[position : position + 1])] if position < len(begin) else passed_N
+        if slot is None or table.position_PD is not None:
+            x_VD = first.vectors(table(ids_V, torch.full_like(ids_V, position)))
+            if first.whole:
+                excess_V = first.span.excess(x_VD)
+                slot = _Slot(first, excess_V.argsort()[: int((excess_V < _FIRST).sum())])
+            else:
+                slot = _Slot(first, ids_V, x_VD)
+        begun = begin[position : position + 1]
+        yield _Slot(first, ids_V[list(begun)]) if begun else slot
 
 
 def _grown(
-    model: LanguageModel, beam: _Beam, tokens_N: Tensor, layers: Sequence[SpannedLayer], size: int
+    model: LanguageModel,
+    beam: _Beam,
+    tokens_KN: Tensor,
+    layers: Sequence[SpannedLayer],
+    size: int,
 ) -> _Beam:
     """Returns the best prefixes that are one token longer than those of a beam, best first."""
-    tokens_KN = _proposed(model, beam, tokens_N)
-    rows_M = torch.arange(len(beam.ids), device=tokens_N.device)
+    rows_M = torch.arange(len(beam.ids), device=tokens_KN.device)
     rows_M, tokens_M = rows_M.repeat_interleave(tokens_KN.shape[1]), tokens_KN.flatten()
     if len(rows_M) > _TRIED * size:
         # The second layer tells most wrong tokens, and costs little.
         estimates = list[Tensor]()
         for some_M in torch.split(torch.arange(len(rows_M), device=rows_M.device), _AT_ONCE):
-            ((x_MD, _),), _ = _states(model, beam, rows_M[some_M], tokens_M[some_M], layers[:1])
-            estimates.append(layers[0].span.estimate(x_MD))
+            rows = rows_M[some_M]
+            (_, x_MD), _ = _states(model, beam, rows, tokens_M[some_M], layers[:2])
+            estimates.append(_measured(layers[1], beam.known[1], rows, x_MD, WeightedSpan.estimate))
         total_M = beam.total_K[rows_M] + torch.cat(estimates).log()
         tried_M = total_M.topk(_TRIED * size, largest=False).indices
         rows_M, tokens_M = rows_M[tried_M], tokens_M[tried_M]
     states, cache = _states(model, beam, rows_M, tokens_M, layers)
-    spans = [layer.span for layer in layers]
-    excess_LM = torch.stack(
-        [span.excess(x_MD) for span, (x_MD, _) in zip(spans, states, strict=True)]
-    )
-    log_M = (excess_LM / ACCEPT).log().mean(0)
-    total_M = (beam.total_K[rows_M] + log_M).masked_fill(log_M >= 0, math.inf)
+    excess = [
+        _measured(layer, known_KTD, rows_M, x_MD, WeightedSpan.excess)
+        for layer, known_KTD, x_MD in zip(layers, beam.known, states, strict=True)
+    ]
+    log_M = (torch.stack(excess[1:]) / ACCEPT).log().mean(0)
+    total_M = beam.total_K[rows_M] + log_M
+    if layers[0].whole or len(beam.ids[0]) >= _BEYOND:
+        total_M = total_M.masked_fill(log_M >= 0, math.inf)
     best_K = total_M.argsort()[: _KEPT * size]
     best_K = best_K[total_M[best_K].isfinite()]
+    known = [known_KTD[rows_M[best_K]] for known_KTD in beam.known]
     return _Beam(
         ids=beam.longer(rows_M[best_K], tokens_M[best_K]),
         total_K=total_M[best_K],
-        known=[torch.cat([known_MTD, x_MD[:, None]], 1)[best_K] for x_MD, known_MTD in states],
+        known=[
+            torch.cat([known_KTD, x_MD[best_K, None]], 1)
+            for known_KTD, x_MD in zip(known, states, strict=True)
+        ],
         cache=of_rows(cache, best_K),
     )
 
 
-def _proposed(model: LanguageModel, beam: _Beam, tokens_N: Tensor) -> Tensor:
+def _measured(
+    layer: SpannedLayer,
+    known_KTD: Tensor,
+    rows_M: Tensor,
+    x_MD: Tensor,
+    measure: Callable[[WeightedSpan, Tensor], Tensor],
+) -> Tensor:
+    """Returns a measure [M] of states behind prefixes."""
+    if layer.whole:
+        return measure(layer.span, x_MD)
+    measured_M = x_MD.new_empty(len(x_MD))
+    for row in range(len(known_KTD)):
+        of_row_M = rows_M == row
+        measured_M[of_row_M] = measure(layer.beside(known_KTD[row]), x_MD[of_row_M])
+    return measured_M
+
+
+def _proposed(model: LanguageModel, beam: _Beam, slot: _Slot) -> Tensor:
     """Returns next tokens [K, J] behind each prefix: all of some, or the best, nearest first."""
-    if len(tokens_N) <= 2 * _PROPOSED or not beam.ids[0] or model.task != CAUSAL_LM:
-        return tokens_N.expand(len(beam.ids), -1)
-    nearest_N, further_N = tokens_N[:_PROPOSED], tokens_N[_PROPOSED:]
-    ids_KT = torch.tensor(beam.ids, device=tokens_N.device)
+    tokens_KN, passed_KN = slot.behind(beam.known[0])
+    if tokens_KN.shape[1] <= 2 * _PROPOSED or not beam.ids[0] or model.task != CAUSAL_LM:
+        return tokens_KN
+    nearest_KN, further_KN = tokens_KN[:, :_PROPOSED], tokens_KN[:, _PROPOSED:]
+    ids_KT = torch.tensor(beam.ids, device=tokens_KN.device)
     likely_KV = log_probabilities(model, ids_KT)[:, -1]
-    likely_KN = further_N[likely_KV[:, further_N].topk(_PROPOSED).indices]
-    return torch.cat([nearest_N.expand(len(beam.ids), -1), likely_KN], 1)
+    likely_KN = likely_KV.gather(1, further_KN).where(passed_KN[:, _PROPOSED:], -math.inf)
+    likely_KJ = likely_KN.topk(_PROPOSED).indices
+    return torch.cat([nearest_KN, further_KN.gather(1, likely_KJ)], 1)
 
 
 def _states(
@@ -283,37 +384,55 @@ def _states(
     rows_M: Tensor,
     tokens_M: Tensor,
     layers: Sequence[SpannedLayer],
-) -> tuple[list[tuple[Tensor, Tensor]], "DynamicCache"]:
+) -> tuple[list[Tensor], "DynamicCache"]:
     """Returns the states [M, D] of tokens behind prefixes in some layers, and the model's cache.
 
-    Of each state the part that those of the prefix do not explain; and what these span [M, T, D].
+    Of each state the part that those of the prefix do not explain.
     """
     cache = of_rows(beam.cache, rows_M, layers[-1].number)
     outer: Any = model.module
     with listening([layer.module for layer in layers], stop=True) as heard, suppress(AllHeardError):
         outer.base_model(input_ids=tokens_M[:, None], past_key_values=cache, use_cache=True)
-    states = list[tuple[Tensor, Tensor]]()
+    states = list[Tensor]()
     for layer, known_KTD in zip(layers, beam.known, strict=False):
-        x_MD = F.normalize(layer.vectors(heard[layer.module][0][:, 0]))
+        x_MD = layer.vectors(heard[layer.module][0][:, 0])
         known_MTD = known_KTD[rows_M]
         for _ in range(2):  # Once more, because what is left may be small.
             x_MD = F.normalize(x_MD - ((known_MTD @ x_MD[..., None]) * known_MTD).sum(1))
-        states.append((x_MD, known_MTD))
+        states.append(x_MD)
     return states, cache
 
 
+class _Batch(NamedTuple):
+    """Texts, and what they leave of the gradient.
+
+    Attributes:
+        texts: Those that explain most first.
+        left: The square that they leave, in units of what noise is expected to leave.
+    """
+
+    texts: list[Judged]
+    left: float
+
+
 def _batch(
-    model: LanguageModel, behind: BehindAdam, prefixes: Sequence[Judged], clock: Clock
-) -> list[Judged]:
-    """Returns the texts, among the best prefixes, whose gradients explain most, best first."""
+    model: LanguageModel,
+    behind: BehindAdam,
+    prefixes: Sequence[Judged],
+    whole: bool,
+    clock: Clock,
+) -> _Batch:
+    """Returns the texts, among the best prefixes, whose gradients explain most."""
     size, nearest = behind.update.num_examples, sorted(prefixes, key=by_excess)
     branches = distinct(nearest, ())[: _BRANCHES * size]
     if model.task != CAUSAL_LM:  # Labels are not known.
-        return branches[:size]
+        return _Batch(branches[:size], 0.0)
     by_ids = {prefix.ids: prefix for prefix in nearest}
     cut = [text.ids[: len(text.ids) - count] for count in range(_CUT + 1) for text in branches]
+    if not whole:  # Rows may let many tokens pass behind the end of a text.
+        cut += [text.ids[:count] for text in branches[:size] for count in range(len(text.ids))]
     pool = [by_ids[ids] for ids in dict.fromkeys([*cut, *by_ids]) if ids in by_ids]
-    pool = pool[: min(_COMPARED * size, _MOST)]
+    pool = pool[: min(_COMPARED * size, _MOST) if whole else _MOST]
     tensors = {
         name: value
         for name, value in behind.update.tensors.items()
@@ -323,7 +442,10 @@ def _batch(
     weight = {name: _weight(model, behind, name) for name in tensors}
     names = [name for name in tensors if weight[name].any()]
     if not names or not pool:
-        return []
+        return _Batch([], math.inf)
+    noise = sum(
+        float((behind.variance(model, name) * weight[name].square()).nansum()) for name in names
+    )
     columns = list[Tensor]()
     for text in clock.paced(pool, least=size):
         (unit,) = certificate.units(model, [text.ids], names)
@@ -333,10 +455,9 @@ def _batch(
     gradient_XP = torch.stack(columns, 1).double()
     share_P = _shares(gradient_XP, observed_X.double())
     left_X = observed_X - gradient_XP @ share_P
-    if left_X.square().sum() > _LEFT * observed_X.square().sum():
-        return []
     best = share_P.argsort(descending=True)[:size].tolist()
-    return [pool[i] for i in best]
+    left, square = float(left_X.square().sum()), float(observed_X.square().sum())
+    return _Batch([pool[i] for i in best] if left < _LEFT * square else [], left / noise)
 
 
 def _weight(model: LanguageModel, behind: BehindAdam, name: str) -> Tensor:

@@ -67,34 +67,40 @@ class WeightedSpan:
     axis_RD: Tensor
     covariance_DRR: Tensor
 
+    def beside(self, known_KD: Tensor) -> "WeightedSpan":
+        """Returns the span of these axes and of some vectors that are known exactly."""
+        covariance_DRR = F.pad(self.covariance_DRR, (0, len(known_KD)) * 2)
+        axis_RD = torch.cat([self.axis_RD, known_KD])
+        return WeightedSpan(axis_RD=axis_RD, covariance_DRR=covariance_DRR)
+
     def excess(self, x_ND: Tensor) -> Tensor:
-        """Returns [N]: each vector's residual in units of its noise."""
-        x_ND = _normal(x_ND)
-        variance_ND, excess_N = self._estimated(x_ND)
+        """Returns [N]: the residual of each vector, of length 1, in units of its noise."""
+        noise_N, excess_N = self._estimated(x_ND)
         near_M = (excess_N < _FAR).nonzero()[:, 0]
         for some_M in torch.split(near_M, max(1, _NUMBERS // self.axis_RD.numel())):
-            excess_N[some_M] = self._near(x_ND[some_M], variance_ND[some_M])
+            excess_N[some_M] = self._near(x_ND[some_M], noise_N[some_M])
         return excess_N
 
     def estimate(self, x_ND: Tensor) -> Tensor:
         """Returns [N]: about the excess, as if columns differed by the size of their noise only."""
-        _, excess_N = self._estimated(_normal(x_ND))
-        return excess_N
+        return self._estimated(x_ND)[1]
 
     def _estimated(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns about the noise [N, D] of vectors, and about their excess [N]."""
-        size_D = self.covariance_DRR.diagonal(dim1=1, dim2=2).sum(1)
+        """Returns about the noise [N] of vectors, in units of a column's, and their excess [N]."""
+        size_D, rounding = self._noise, ACTIVATION_ROUNDING**2 / x_ND.shape[1]
         mean_RR = (self.covariance_DRR / size_D[:, None, None]).mean(0)
         weighted_RD = self.axis_RD / size_D
-        solve_RD = torch.linalg.solve(weighted_RD @ self.axis_RD.T, weighted_RD)
-        part_NR = x_ND @ solve_RD.T
-        variance_ND = ((part_NR @ mean_RR) * part_NR).sum(1, keepdim=True) * size_D
-        variance_ND += ACTIVATION_ROUNDING**2 / x_ND.shape[1]
-        return variance_ND, self._residual(x_ND, part_NR, variance_ND)
+        right_NR = x_ND @ weighted_RD.T
+        part_NR = right_NR @ torch.linalg.inv(weighted_RD @ self.axis_RD.T)
+        noise_N = ((part_NR @ mean_RR) * part_NR).sum(1) + rounding / size_D.mean()
+        # No table [N, D] is made: this is asked of whole vocabularies.
+        square_N = x_ND.square() @ (1 / size_D) - (right_NR * part_NR).sum(1)
+        freedom = x_ND.shape[1] - len(self.axis_RD)
+        return noise_N, (square_N.clamp_min(0) / noise_N / freedom).sqrt()
 
-    def _near(self, x_ND: Tensor, variance_ND: Tensor) -> Tensor:
+    def _near(self, x_ND: Tensor, noise_N: Tensor) -> Tensor:
         """Returns the excess [N] of vectors whose noise is about so large."""
-        part_NR = x_ND[:, :0]
+        variance_ND, part_NR = noise_N[:, None] * self._noise, x_ND[:, :0]
         for _ in range(_TIMES):
             weighted_NRD = self.axis_RD / variance_ND[:, None]
             right_NR1 = weighted_NRD @ x_ND[..., None]
@@ -102,20 +108,14 @@ class WeightedSpan:
             square_NRR = part_NR[:, :, None] * part_NR[:, None]
             variance_ND = square_NRR.flatten(1) @ self.covariance_DRR.flatten(1).T
             variance_ND += ACTIVATION_ROUNDING**2 / x_ND.shape[1]
-        return self._residual(x_ND, part_NR, variance_ND)
-
-    def _residual(self, x_ND: Tensor, part_NR: Tensor, variance_ND: Tensor) -> Tensor:
-        """Returns [N]: what parts of the axes leave of vectors, in units of its noise."""
-        rank, width = self.axis_RD.shape
         left_ND = x_ND - part_NR @ self.axis_RD
         square_N: Tensor = (left_ND.square() / variance_ND).sum(1)
-        return (square_N / (width - rank)).sqrt()
+        return (square_N / (x_ND.shape[1] - len(self.axis_RD))).sqrt()
 
-
-def _normal(x_ND: Tensor) -> Tensor:
-    """Returns vectors of length 1 in float64."""
-    normal_ND: Tensor = F.normalize(x_ND.double())
-    return normal_ND
+    @property
+    def _noise(self) -> Tensor:
+        """The noise of each column of the axes together."""
+        return self.covariance_DRR.diagonal(dim1=1, dim2=2).sum(1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +197,11 @@ class LowRank:
                 break
         axis_RD = torch.linalg.qr(axis_RD.T)[0].T
         return replace(self, axis_RD=axis_RD, square=square)
+
+    def rows(self) -> WeightedSpan:
+        """Returns the span of the rows as they came."""
+        variance_DO = 1 / (self.weight_OD.T + 1)
+        return WeightedSpan(axis_RD=self.value_OD, covariance_DRR=torch.diag_embed(variance_DO))
 
     def span(self) -> WeightedSpan:
         """Returns the span of the rows."""

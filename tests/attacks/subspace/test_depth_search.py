@@ -33,8 +33,8 @@ def unheard(step, steps, best):
 def adapted(small):
     """Returns a decoder with adapters, whose second matrices are zero in a first round."""
 
-    def make(family="llama", *, first=False, rank=24, task=CAUSAL_LM):
-        model = small(family, task, layers=4, width=64)
+    def make(family="llama", *, first=False, rank=24, task=CAUSAL_LM, width=64):
+        model = small(family, task, layers=4, width=width)
         adapt_(model.module, Lora(rank, 2.0 * rank), model.family.classifier)
         rng = stream(0, "adapters")
         for name, parameter in model.trained().items():
@@ -96,15 +96,14 @@ def test_auto_proves_it_before_slower_attacks_run(adapted, sent):
 def test_each_state_counts_by_what_those_before_it_do_not_explain(adapted, sent):
     model = adapted()
     (own,), seen = sent(model, TEXTS[:1])
-    layers = spanned_layers(model, behind_adam(seen, model), UNLIMITED)
-    deep = layers[1:]
-    beam = depth_search._Beam.empty(deep)
+    layers = next(spanned_layers(model, behind_adam(seen, model), UNLIMITED))
+    beam = depth_search._Beam.empty(layers)
     for token in own[:-1]:
-        beam = depth_search._grown(model, beam, torch.tensor([token]), deep, 1)
+        beam = depth_search._grown(model, beam, torch.tensor([[token]]), layers, 1)
     assert beam.ids == [own[:-1]]
-    with listening([layer.module for layer in deep]) as heard:
+    with listening([layer.module for layer in layers]) as heard:
         model.module.base_model(input_ids=torch.tensor([own[:-1]]))
-    for layer, (known_TD,) in zip(deep, beam.known, strict=True):
+    for layer, (known_TD,) in zip(layers, beam.known, strict=True):
         torch.testing.assert_close(known_TD @ known_TD.T, torch.eye(len(own) - 1).double())
         (states_TD,) = heard[layer.module][0].double()
         torch.testing.assert_close(states_TD @ known_TD.T @ known_TD, states_TD, atol=1e-5, rtol=0)
@@ -120,8 +119,8 @@ def test_a_batch_is_chosen_by_the_gradients_of_whole_texts(adapted, sent, norm):
     judged = [Judged(ids, -9.0, math.inf) for ids in wrong]
     judged += [Judged(ids, -1.0, math.inf) for ids in right]
     behind = behind_adam(seen, model)
-    chosen = depth_search._batch(model, behind, judged, UNLIMITED)
-    assert sorted(text.ids for text in chosen) == sorted(right)
+    chosen = depth_search._batch(model, behind, judged, True, UNLIMITED)
+    assert sorted(text.ids for text in chosen.texts) == sorted(right)
 
 
 def test_texts_that_explain_less_than_half_of_a_gradient_are_none_of_its_batch(adapted, sent):
@@ -129,14 +128,28 @@ def test_texts_that_explain_less_than_half_of_a_gradient_are_none_of_its_batch(a
     _, seen = sent(model, TEXTS[:1])
     (other,) = map(tuple, model.encode(TEXTS[1:]))
     judged = [Judged(other[:-1], -9.0, math.inf)]
-    assert depth_search._batch(model, behind_adam(seen, model), judged, UNLIMITED) == []
+    assert depth_search._batch(model, behind_adam(seen, model), judged, True, UNLIMITED).texts == []
 
 
-def test_without_time_or_rows_enough_there_are_no_spans(adapted, sent):
+@pytest.mark.parametrize(("family", "rank"), [("llama", 4), ("gpt2", 8)])
+def test_a_text_of_more_tokens_than_rows_is_read(adapted, sent, family, rank):
+    """The states of its beginning are known and stand beside the rows."""
+    model = adapted(family, rank=rank, width=128)
+    (own,), seen = sent(model, ["she told us that nobody knows it all"])
+    behind = behind_adam(seen, model)
+    (layers,) = spanned_layers(model, behind, UNLIMITED)
+    rows = len(layers[0].span.axis_RD)
+    assert len(own) - 1 > rows
+    (text,) = read_depths(model, behind, UNLIMITED, unheard)
+    assert certificate.close(model, text.ids) == own
+
+
+def test_without_time_no_span_is_fitted_and_in_a_first_round_there_is_none(adapted, sent):
     model = adapted()
     _, seen = sent(model, TEXTS[:1])
-    assert spanned_layers(model, behind_adam(seen, model), Clock(1e-9)) is None
-    narrow = adapted(rank=2)
+    of_rows = list(spanned_layers(model, behind_adam(seen, model), Clock(1e-9)))
+    assert [layer.whole for layer in of_rows[0]] == [False] * 4
+    narrow = adapted(rank=2, first=True)
     _, seen = sent(narrow, TEXTS[:1])
     assert read_depths(narrow, behind_adam(seen, narrow), UNLIMITED, unheard) is None
 
@@ -146,8 +159,8 @@ def test_layers_whose_adapters_were_not_sent_are_left_out(adapted, sent):
     _, seen = sent(model, TEXTS[:1])
     kept = {name: value for name, value in seen.update.tensors.items() if ".2." not in name}
     behind = behind_adam(replace(seen, update=replace(seen.update, tensors=kept)), model)
-    layers = spanned_layers(model, behind, UNLIMITED)
+    layers = next(spanned_layers(model, behind, UNLIMITED))
     assert [layer.number for layer in layers] == [0, 1, 3]
     first = {name: value for name, value in kept.items() if ".0." not in name}
     behind = behind_adam(replace(seen, update=replace(seen.update, tensors=first)), model)
-    assert spanned_layers(model, behind, UNLIMITED) is None
+    assert list(spanned_layers(model, behind, UNLIMITED)) == []

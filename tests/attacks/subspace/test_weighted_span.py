@@ -3,6 +3,7 @@ import torch
 from scipy.optimize import minimize
 
 from fedleak.attacks.clock import UNLIMITED, Clock
+from fedleak.attacks.subspace.span import ACCEPT
 from fedleak.attacks.subspace.weighted_span import LowRank
 from fedleak.util.rng import stream
 
@@ -25,13 +26,20 @@ def mixes(axes_RD, count=200):
     return torch.randn(count, len(axes_RD), generator=stream(1, "mixes")).double() @ axes_RD
 
 
+def unit(x_ND):
+    return torch.nn.functional.normalize(x_ND.double())
+
+
+def others(value_OD):
+    return unit(torch.randn(200, value_OD.shape[1], generator=stream(2, "others")))
+
+
 def test_the_rank_is_found_and_tells_mixes_from_other_vectors():
     value_OD, variance_OD, axes_RD = noisy()
     fit = LowRank.of(value_OD, variance_OD).fitted(1, UNLIMITED)
     assert fit.rank == len(axes_RD)
     span = fit.span()
-    right_N = span.excess(mixes(axes_RD))
-    other_N = span.excess(torch.randn(200, value_OD.shape[1], generator=stream(2, "others")))
+    right_N, other_N = span.excess(unit(mixes(axes_RD))), span.excess(others(value_OD))
     assert right_N.square().mean().sqrt() == pytest.approx(1, abs=0.3)
     assert right_N.max() < 2 < 10 < other_N.min()
 
@@ -39,8 +47,7 @@ def test_the_rank_is_found_and_tells_mixes_from_other_vectors():
 def test_each_number_counts_by_its_own_noise():
     """As if all were alike, the span is several times as far from the right one."""
     value_OD, variance_OD, axes_RD = noisy(missing=0.0)
-    of_mixes = mixes(axes_RD)
-    x_ND = of_mixes / of_mixes.norm(dim=1, keepdim=True)
+    x_ND = unit(mixes(axes_RD))
 
     def left(axis_RD):
         return float((x_ND - x_ND @ axis_RD.T @ axis_RD).norm())
@@ -50,10 +57,14 @@ def test_each_number_counts_by_its_own_noise():
     assert left(fit.axis_RD) < left(plain_RD) / 3
 
 
-def test_the_excess_is_that_of_a_minimum_over_all_mixes():
+@pytest.mark.parametrize("known", [0, 2])
+def test_the_excess_is_that_of_a_minimum_over_all_mixes(known):
     value_OD, variance_OD, axes_RD = noisy()
     span = LowRank.of(value_OD, variance_OD).wider(len(axes_RD)).span()
-    (x_D,) = torch.nn.functional.normalize(mixes(axes_RD, 1))
+    beside_KD = torch.randn(known, value_OD.shape[1], generator=stream(3, "known")).double()
+    span = span.beside(beside_KD)
+    axes_RD = torch.cat([axes_RD, beside_KD])
+    x_D = unit(mixes(axes_RD, 1))[0]
 
     def square(part_R):
         part_R = torch.from_numpy(part_R)
@@ -63,7 +74,7 @@ def test_the_excess_is_that_of_a_minimum_over_all_mixes():
             total += float((x - part_R @ axis_R) ** 2 / noise)
         return total
 
-    start_R = (span.axis_RD @ x_D).numpy()
+    start_R = torch.linalg.lstsq(span.axis_RD.T, x_D).solution.numpy()
     smallest = minimize(square, start_R, method="Powell").fun / (len(x_D) - len(axes_RD))
     assert float(span.excess(x_D[None])) == pytest.approx(smallest**0.5, rel=0.02)
 
@@ -84,9 +95,13 @@ def test_columns_without_a_number_say_nothing():
     span = LowRank.of(value_OD, variance_OD).wider(len(axes_RD)).span()
     x_ND = mixes(axes_RD)
     x_ND[:, :10] = 0
-    assert (
-        span.excess(x_ND).max()
-        < 2
-        < 10
-        < span.excess(torch.randn(x_ND.shape, generator=stream(2, "others"))).min()
-    )
+    assert span.excess(unit(x_ND)).max() < 2 < 10 < span.excess(others(value_OD)).min()
+
+
+def test_rows_hold_more_vectors_than_they_are_beside_those_that_are_known():
+    """Of 25 vectors 20 rows are mixes: beside six of them they hold the others."""
+    value_OD, variance_OD, axes_RD = noisy(rank=25, columns=240, missing=0.01)
+    rows, others_ND = LowRank.of(value_OD, variance_OD).rows(), unit(axes_RD[6:])
+    beside = rows.beside(unit(axes_RD[:6]))
+    assert beside.excess(others_ND).max() < ACCEPT < 4 < beside.excess(others(value_OD)).min()
+    assert rows.excess(others_ND).median() > 1.5 * beside.excess(others_ND).median()
