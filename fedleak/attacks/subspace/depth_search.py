@@ -7,9 +7,16 @@ the part that the states of its prefix do not explain must be in the layer's spa
 repeated token would pass again and again. That part's excess, a geometric mean over layers, must be
 small, and prefixes with the smallest product of these are kept.
 
+A batch may have more tokens than a layer has rows. Then the rows hold mixes of all states, and no
+state by itself. But the states of a prefix are known, and rows and prefix together hold all others
+as soon as the prefix has as many tokens as there are more tokens than rows (as in Lee, Bresler and
+Junge, "Subspace Methods for Joint Sparse Recovery", IEEE Trans. Inf. Theory 2012). Before that,
+right tokens are nearer to both than wrong ones. So where a fit has no end, or its texts do not
+explain the gradient, next states are tested by the rows as they came and those of their prefix.
+
 Where texts end is not told by spans, because the last tokens have the smallest gradients. So the
 batch is chosen among the best prefixes by the gradients of whole texts: by least squares on the
-numbers that are known.
+numbers that are known. What it leaves is about as much as their noise, or texts are wrong.
 
 In a first round of adapters, spans are those of A x (`span.ProjectedSpan`).
 
@@ -61,7 +68,7 @@ _TRIED, _KEPT = 48, 4
 """Prefixes that are tested in all layers, and that are kept, for each text of the batch."""
 
 _BEYOND = 12
-"""Tokens that a batch may have more than rows: behind so many of a text the others must pass."""
+"""Tokens of a text that need not pass, where there may be so many more of them than rows."""
 
 _AT_ONCE = 512
 """Tokens that go through the model together."""
@@ -79,7 +86,7 @@ _LEFT = 0.5
 """Share of the square of a gradient that texts may leave, or they are none of its batch."""
 
 _CLEAR = 2.0
-"""Texts that leave less than this, in units of noise, are those of the batch."""
+"""What the texts of the batch leave of its gradient, at most, in units of its noise."""
 
 _LORA_A, _LORA_B = lora_a(""), lora_b("")
 """Ends of the names of an adapter's matrices."""
@@ -221,7 +228,7 @@ def read_depths(
     clock: Clock,
     tell: OnJudged,
 ) -> list[Judged] | None:
-    """Returns the texts of a batch, those with the most evidence first; None: spans have no end.
+    """Returns the texts of a batch, those with the most evidence first; None: there is no span.
 
     Args:
         model: A decoder at the broadcast weights.
@@ -249,7 +256,10 @@ def _prefixes(
 ) -> list[Judged]:
     """Returns the best prefixes of each length."""
     beam, prefixes = _Beam.empty(layers), list[Judged]()
+    longest = model.max_length if layers[0].whole else len(layers[0].span.axis_RD) + _BEYOND
     for position, slot in enumerate(_slots(model, layers[0]), 1):
+        if position > longest:
+            break
         tokens_KN = _proposed(model, beam, slot)
         if not tokens_KN.numel() or clock.up():
             break

@@ -14,7 +14,8 @@ A vector x is in the span if there is a c with x_d = c V_d but for noise, whose 
 For the input of a token of the batch that is about 1, and for others it is the larger the better V
 is known. So columns of large numbers, of which only signs came, do not hide what others show.
 
-Limits: fewer tokens than rows. An adapter has as many rows as its rank.
+Limits: fewer tokens than rows; an adapter has as many rows as its rank. Else the rows themselves
+are axes, each number with its own noise, and vectors that are known stand beside them without any.
 
 Shapes: O rows, D columns, R rank, N vectors.
 """

@@ -15,6 +15,8 @@ from fedleak.attacks.subspace import depth_search
 from fedleak.attacks.subspace.answer import Judged
 from fedleak.attacks.subspace.dager import Dager
 from fedleak.attacks.subspace.depth_search import read_depths, spanned_layers
+from fedleak.attacks.subspace.span import ACCEPT
+from fedleak.attacks.subspace.update_evidence import log_probabilities
 from fedleak.models import CAUSAL_LM, CLASSIFICATION
 from fedleak.models.lora import Lora, adapt_
 from fedleak.training.observation import UpdateKind
@@ -142,6 +144,60 @@ def test_a_text_of_more_tokens_than_rows_is_read(adapted, sent, family, rank):
     assert len(own) - 1 > rows
     (text,) = read_depths(model, behind, UNLIMITED, unheard)
     assert certificate.close(model, text.ids) == own
+
+
+@pytest.mark.parametrize(
+    ("of_fits", "of_rows", "chosen"),
+    [(1.0, 0.5, "fits"), (10.0, 1.0, "rows"), (10.0, 20.0, "fits")],
+)
+def test_rows_are_tried_where_texts_of_the_fits_leave_too_much(
+    adapted, sent, monkeypatch, of_fits, of_rows, chosen
+):
+    model = adapted(rank=8, width=128)
+    _, seen = sent(model, TEXTS[:1])
+
+    def batch(model, behind, prefixes, whole, clock):
+        return (
+            depth_search._Batch(["fits"], of_fits)
+            if whole
+            else depth_search._Batch(["rows"], of_rows)
+        )
+
+    monkeypatch.setattr(depth_search, "_batch", batch)
+    monkeypatch.setattr(depth_search, "_prefixes", lambda *_: [])
+    assert read_depths(model, behind_adam(seen, model), UNLIMITED, unheard) == [chosen]
+
+
+def test_behind_rows_a_text_may_end_long_before_its_prefixes(adapted, sent):
+    model = adapted()
+    (own,), seen = sent(model, TEXTS[:1])
+    longer = (*own[:-1], *range(300, 308))
+    judged = [Judged(longer[: n + 1], -float(n), math.inf) for n in range(len(longer))]
+    behind = behind_adam(seen, model)
+    (text,) = depth_search._batch(model, behind, judged, False, UNLIMITED).texts
+    assert text.ids == own[:-1]
+    assert depth_search._batch(model, behind, judged, True, UNLIMITED).texts[0].ids != own[:-1]
+
+
+@torch.no_grad()
+def test_next_tokens_are_the_nearest_and_the_likeliest_of_those_that_pass(
+    adapted, sent, monkeypatch
+):
+    model = adapted(rank=4, width=128)
+    (own,), seen = sent(model, ["she told us that nobody knows it all"])
+    (layers,) = spanned_layers(model, behind_adam(seen, model), UNLIMITED)
+    beam = depth_search._Beam.empty(layers)
+    for token in own[:5]:
+        beam = depth_search._grown(model, beam, torch.tensor([[token]]), layers, 1)
+    monkeypatch.setattr(depth_search, "_PROPOSED", 4)
+    slot = list(depth_search._slots(model, layers[0]))[5]
+    (proposed,) = depth_search._proposed(model, beam, slot).tolist()
+    excess_V = layers[0].span.beside(beam.known[0][0]).estimate(slot.x_VD)
+    nearest = excess_V.argsort().tolist()
+    likely_V = log_probabilities(model, torch.tensor([own[:5]]))[0, -1]
+    passed = [token for token in nearest[4:] if excess_V[token] < ACCEPT]
+    assert 4 < len(passed) < model.vocabulary / 2
+    assert proposed == nearest[:4] + sorted(passed, key=likely_V.tolist().__getitem__)[:-5:-1]
 
 
 def test_without_time_no_span_is_fitted_and_in_a_first_round_there_is_none(adapted, sent):
