@@ -58,6 +58,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, help="of the step (5e-5)")
     parser.add_argument("--first", action="store_true", help="the round is the first one")
     parser.add_argument("--seconds", type=float, help="for one update")
+    parser.add_argument("--words", type=int, default=6, help="of a text, at least; at most 24")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--clients", type=int, default=10)
@@ -82,7 +83,7 @@ def main() -> None:
     lora = None if whole else Lora(options.rank, 2 * options.rank)
     model = loading.load(ModelSpec(name=options.model, task=CAUSAL_LM, num_labels=2, lora=lora))
     lines = [line.strip() for line in options.texts.read_text().splitlines()]
-    lines = [line for line in lines if 6 <= len(line.split()) <= 24]
+    lines = [line for line in lines if options.words <= len(line.split()) <= 24]
     random.Random(options.seed).shuffle(lines)
     of_client = options.batch * options.steps
     texts = [tuple(ids) for ids in model.encode(lines[: WARM + options.clients * of_client])]
