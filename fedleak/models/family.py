@@ -31,6 +31,10 @@ class Directions(NamedTuple):
     constant_CD: Tensor
 
 
+LORA_A, LORA_B = ".lora_A.default.weight", ".lora_B.default.weight"
+"""Ends of the names, as peft has them, of an adapter's matrices."""
+
+
 class TokenTable(NamedTuple):
     """The input of the first attention layer, per (token, position) pair.
 
@@ -245,7 +249,7 @@ def frozen_rows(module: nn.Module, *names: str) -> tuple[Tensor, ...]:
 
 def lora_a(name: str) -> str:
     """Returns the name, as peft has it, of the first matrix A [R, I] of a weight's adapter."""
-    return f"{name.removesuffix('.weight')}.lora_A.default.weight"
+    return name.removesuffix(".weight") + LORA_A
 
 
 def with_adapters(names: Iterable[str]) -> frozenset[str]:
@@ -255,7 +259,7 @@ def with_adapters(names: Iterable[str]) -> frozenset[str]:
 
 def lora_b(name: str) -> str:
     """Returns the name, as peft has it, of the second matrix B [O, R] of a weight's adapter."""
-    return f"{name.removesuffix('.weight')}.lora_B.default.weight"
+    return name.removesuffix(".weight") + LORA_B
 
 
 def _held(tensors: Mapping[str, Tensor], names: Iterable[str]) -> list[Tensor]:

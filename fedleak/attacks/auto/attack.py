@@ -42,7 +42,7 @@ from fedleak.attacks.subspace.state_pursuit import StatePursuit
 from fedleak.attacks.subspace.step_peeling import StepPeeling
 from fedleak.models import CLASSIFICATION, LanguageModel, absolute
 from fedleak.models import prior as priors
-from fedleak.models.family import lora_a
+from fedleak.models.family import LORA_A
 from fedleak.training.observation import Observation
 
 Single = (
@@ -98,9 +98,6 @@ _BESIDE_MATCHING = 0.1
 
 Only where `dager` proved nothing: then something blurs spans, or the batch fills them.
 """
-
-_ADAPTER = lora_a("")
-"""How the name of an adapter's first matrix ends."""
 
 _READ = 2
 """Sequences of one attack that are compared with those of others, for each text of the batch."""
@@ -391,7 +388,7 @@ class _Attempt:
 
     def _has_adapters(self) -> bool:
         """Whether adapters were trained."""
-        return any(name.endswith(_ADAPTER) for name in self._seen.update.tensors)
+        return any(name.endswith(LORA_A) for name in self._seen.update.tensors)
 
     def _has_no_span(self) -> bool:
         """Whether rows are not mixes of hidden states: signs, or rounded or missing numbers.

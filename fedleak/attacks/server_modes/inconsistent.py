@@ -16,9 +16,8 @@ from torch import Tensor
 
 from fedleak.attacks.server_modes import ModeSetting, ServerMode
 from fedleak.models import LanguageModel
+from fedleak.models.family import LORA_A, LORA_B
 from fedleak.training.observation import Example
-
-_ADAPTERS = (".lora_A.", ".lora_B.")
 
 
 @dataclass(frozen=True)
@@ -113,4 +112,4 @@ def _zeroed(names: Iterable[str], model: LanguageModel) -> list[str]:
 
 def _adapters(names: Iterable[str]) -> list[str]:
     """Returns the factors A and B of adapters."""
-    return [name for name in names if any(factor in name for factor in _ADAPTERS)]
+    return [name for name in names if name.endswith((LORA_A, LORA_B))]

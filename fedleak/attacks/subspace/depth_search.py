@@ -49,7 +49,7 @@ from fedleak.attacks.subspace.update_evidence import (
 )
 from fedleak.attacks.subspace.weighted_span import LowRank, WeightedSpan
 from fedleak.models import CAUSAL_LM, LanguageModel
-from fedleak.models.family import lora_a, lora_b
+from fedleak.models.family import LORA_A, LORA_B, lora_a, lora_b
 
 if TYPE_CHECKING:
     from transformers import DynamicCache
@@ -64,7 +64,7 @@ _PROPOSED = 512
 """Next tokens behind a prefix: the likeliest of those that the first layer lets pass, and as many
 that are the nearest to its span."""
 
-_TRIED, _KEPT = 48, 4
+_TRIED, _TRIED_BY_ROWS, _KEPT = 48, 256, 4
 """Prefixes that are tested in all layers, and that are kept, for each text of the batch."""
 
 _BEYOND = 12
@@ -87,9 +87,6 @@ _LEFT = 0.5
 
 _CLEAR = 2.0
 """What the texts of the batch leave of its gradient, at most, in units of its noise."""
-
-_LORA_A, _LORA_B = lora_a(""), lora_b("")
-"""Ends of the names of an adapter's matrices."""
 
 
 class SpannedLayer(NamedTuple):
@@ -183,8 +180,8 @@ def _rows(
     """Returns what came of a layer's rows, what multiplies its inputs, and their projection."""
     names, first_DI = _adapters(model, behind, layer), None
     of_inputs = names[0]
-    if of_inputs.endswith(_LORA_B):
-        of_inputs = of_inputs.removesuffix(_LORA_B) + _LORA_A
+    if of_inputs.endswith(LORA_B):
+        of_inputs = of_inputs.removesuffix(LORA_B) + LORA_A
         first_DI = model.module.get_parameter(of_inputs).detach().double()
     matrix = LowRank.of(
         torch.cat([behind.update.tensors[name] for name in names]),
@@ -325,7 +322,8 @@ def _grown(
     """Returns the best prefixes that are one token longer than those of a beam, best first."""
     rows_M = torch.arange(len(beam.ids), device=tokens_KN.device)
     rows_M, tokens_M = rows_M.repeat_interleave(tokens_KN.shape[1]), tokens_KN.flatten()
-    if len(rows_M) > _TRIED * size:
+    tried = size * (_TRIED if layers[0].whole else _TRIED_BY_ROWS)
+    if len(rows_M) > tried:
         # The second layer tells most wrong tokens, and costs little.
         estimates = list[Tensor]()
         for some_M in torch.split(torch.arange(len(rows_M), device=rows_M.device), _AT_ONCE):
@@ -333,7 +331,7 @@ def _grown(
             (_, x_MD), _ = _states(model, beam, rows, tokens_M[some_M], layers[:2])
             estimates.append(_measured(layers[1], beam.known[1], rows, x_MD, WeightedSpan.estimate))
         total_M = beam.total_K[rows_M] + torch.cat(estimates).log()
-        tried_M = total_M.topk(_TRIED * size, largest=False).indices
+        tried_M = total_M.topk(tried, largest=False).indices
         rows_M, tokens_M = rows_M[tried_M], tokens_M[tried_M]
     states, cache = _states(model, beam, rows_M, tokens_M, layers)
     excess = [
@@ -446,7 +444,7 @@ def _batch(
     tensors = {
         name: value
         for name, value in behind.update.tensors.items()
-        if name.endswith((_LORA_A, _LORA_B))
+        if name.endswith((LORA_A, LORA_B))
     }
     # Divided by its root mean square each tensor counts alike; what is not known does not count.
     weight = {name: _weight(model, behind, name) for name in tensors}

@@ -42,7 +42,7 @@ from fedleak.attacks.reconstruction import Ids
 from fedleak.attacks.subspace.coarseness import coarseness
 from fedleak.attacks.subspace.whitening import Layer, Spread, Weight, noise_variance, whitened
 from fedleak.models import LanguageModel, pad
-from fedleak.models.family import lora_a, lora_b
+from fedleak.models.family import LORA_A, LORA_B, lora_a, lora_b
 from fedleak.training.observation import Observation, UpdateKind
 from fedleak.training.recipe import copied_parameters
 
@@ -83,9 +83,6 @@ _NOTHING = 1e-30
 
 _SMALL, _ALL = 1e-12, 1 - 1e-6
 """Added to norms that may be zero; the share from which on all is explained."""
-
-_LORA_A, _LORA_B = lora_a(""), lora_b("")
-"""Ends of the names of an adapter's matrices."""
 
 
 class LayerInputs(NamedTuple):
@@ -291,7 +288,7 @@ class UpdateEvidence:
         ]
         self.layers: list[Layer] = []
         # Adapters of a first round have a first matrix that does not change.
-        if all(name.endswith(_LORA_B) for name, _ in sent):
+        if all(name.endswith(LORA_B) for name, _ in sent):
             return
         if signs is None:
             signs = not seen.knowledge.adds_up or coarseness(seen, [name for name, _ in sent]).signs
@@ -304,20 +301,20 @@ class UpdateEvidence:
         for (name, number), module, (given_MI, slope_MO) in zip(sent, modules, tokens, strict=True):
             outputs = Spread.of(slope_MO, signs=signs)
             # All of a layer have the same inputs, but second matrices of adapters.
-            of_inputs = name if name.endswith(_LORA_B) else number
+            of_inputs = name if name.endswith(LORA_B) else number
             if of_inputs not in spreads:
                 spreads[of_inputs] = Spread.of(given_MI, signs=signs)
             gradient = gradients[name]
             turned = gradient.shape != (slope_MO.shape[1], given_MI.shape[1])  # a weight of GPT-2's
             gradient_OI = gradient.T if turned else gradient
             # The singular values of an adapter's few rows are all those of texts.
-            noisy = certificate.is_linear(seen) and not name.endswith((_LORA_A, _LORA_B))
+            noisy = certificate.is_linear(seen) and not name.endswith((LORA_A, LORA_B))
             noise = noise_variance(gradient_OI) if noisy else 0.0
             inputs = spreads[of_inputs]
             weights.append(Weight(name, number, module, gradient_OI, outputs, inputs, noise))
         self.layers, self._count = whitened(weights)
         self._square = sum(float(layer.sent_OI.square().sum()) for layer in self.layers)
-        mixing = [weight for weight in weights if not weight.name.endswith(_LORA_B)]
+        mixing = [weight for weight in weights if not weight.name.endswith(LORA_B)]
         self.mixed = [
             LayerInputs.of([*of_layer])
             for _, of_layer in groupby(mixing, lambda weight: weight.number)
@@ -326,7 +323,7 @@ class UpdateEvidence:
         self.first_layer = FirstLayer(model, first)
         along: dict[str, Tensor] = {}
         for (name, _), layer in zip(sent, self.layers, strict=True):
-            if not name.endswith(_LORA_A):  # which says little about outputs
+            if not name.endswith(LORA_A):  # which says little about outputs
                 step_OI = layer.step()
                 along[name] = step_OI if step_OI.shape == gradients[name].shape else step_OI.T
         self._set_step(along, texts_NT[:2, :-1])
