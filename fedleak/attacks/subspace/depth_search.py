@@ -376,8 +376,10 @@ def _measured(
 def _proposed(model: LanguageModel, beam: _Beam, slot: _Slot) -> Tensor:
     """Returns next tokens [K, J] behind each prefix: all of some, or the best, nearest first."""
     tokens_KN, passed_KN = slot.behind(beam.known[0])
-    if tokens_KN.shape[1] <= 2 * _PROPOSED or not beam.ids[0] or model.task != CAUSAL_LM:
+    if tokens_KN.shape[1] <= 2 * _PROPOSED or not beam.ids[0]:
         return tokens_KN
+    if model.task != CAUSAL_LM:  # Rows by themselves let all tokens pass.
+        return tokens_KN if slot.first.whole else tokens_KN[:, : 2 * _PROPOSED]
     nearest_KN, further_KN = tokens_KN[:, :_PROPOSED], tokens_KN[:, _PROPOSED:]
     ids_KT = torch.tensor(beam.ids, device=tokens_KN.device)
     likely_KV = log_probabilities(model, ids_KT)[:, -1]

@@ -198,6 +198,8 @@ def test_next_tokens_are_the_nearest_and_the_likeliest_of_those_that_pass(
     passed = [token for token in nearest[4:] if excess_V[token] < ACCEPT]
     assert 4 < len(passed) < model.vocabulary / 2
     assert proposed == nearest[:4] + sorted(passed, key=likely_V.tolist().__getitem__)[:-5:-1]
+    classifier = replace(model, task=CLASSIFICATION)  # It has no likeliest tokens.
+    assert depth_search._proposed(classifier, beam, slot).tolist() == [nearest[:8]]
 
 
 def test_without_time_no_span_is_fitted_and_in_a_first_round_there_is_none(adapted, sent):
