@@ -28,6 +28,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -104,7 +105,7 @@ class SpannedLayer(NamedTuple):
     module: nn.Module
     span: WeightedSpan
     first_DI: Tensor | None
-    whole: bool = True
+    whole: bool
 
     def vectors(self, x_NI: Tensor) -> Tensor:
         """Returns the vectors [N, D] of inputs that are in the span, of length 1."""
@@ -254,9 +255,7 @@ def _prefixes(
     """Returns the best prefixes of each length."""
     beam, prefixes = _Beam.empty(layers), list[Judged]()
     longest = model.max_length if layers[0].whole else len(layers[0].span.axis_RD) + _BEYOND
-    for position, slot in enumerate(_slots(model, layers[0]), 1):
-        if position > longest:
-            break
+    for position, slot in enumerate(islice(_slots(model, layers[0]), longest), 1):
         tokens_KN = _proposed(model, beam, slot)
         if not tokens_KN.numel() or clock.up():
             break
@@ -432,7 +431,10 @@ def _batch(
     whole: bool,
     clock: Clock,
 ) -> _Batch:
-    """Returns the texts, among the best prefixes, whose gradients explain most."""
+    """Returns the texts, among the best prefixes, whose gradients explain most.
+
+    The prefixes are of spans of all tokens (`whole`), or of rows.
+    """
     size, nearest = behind.update.num_examples, sorted(prefixes, key=by_excess)
     branches = distinct(nearest, ())[: _BRANCHES * size]
     if model.task != CAUSAL_LM:  # Labels are not known.

@@ -200,7 +200,8 @@ class LowRank:
         return replace(self, axis_RD=axis_RD, square=square)
 
     def rows(self) -> WeightedSpan:
-        """Returns the span of the rows as they came."""
+        """Returns the span of the rows as they came, each number with its own noise."""
+        # As in a fit, what did not come is known as little as a number of the order of 1.
         variance_DO = 1 / (self.weight_OD.T + 1)
         return WeightedSpan(axis_RD=self.value_OD, covariance_DRR=torch.diag_embed(variance_DO))
 
