@@ -86,7 +86,13 @@ def main() -> None:
     lines = [line for line in lines if options.words <= len(line.split()) <= 24]
     random.Random(options.seed).shuffle(lines)
     of_client = options.batch * options.steps
-    texts = [tuple(ids) for ids in model.encode(lines[: WARM + options.clients * of_client])]
+    needed = WARM + options.clients * of_client
+    if len(lines) < needed:
+        parser.error(
+            f"--texts has {len(lines)} texts of {options.words} to 24 words, and {needed} are "
+            "needed: lower --words, --clients, --batch or --steps"
+        )
+    texts = [tuple(ids) for ids in model.encode(lines[:needed])]
     recipe = replace(EARLIER.recipe, max_grad_norm=options.clip)
     rate = 5e-5 if options.rate is None else options.rate
     how = replace(EARLIER, batch_size=options.batch, learning_rate=rate, recipe=recipe)
