@@ -12,6 +12,8 @@ Petrov et al., "DAGER: Exact Gradient Inversion for Large Language Models", Neur
   layer has rank.
 - Behind a step of Adam of a decoder, whose numbers each have noise of their own, the spans of
   several layers are fitted, and texts are chosen by their gradients (`depth_search`).
+- Behind a step of Adam of an encoder's adapters, tokens are found by sparse Bayesian learning, also
+  where they are more than the rows, and one text's order by its positions (`sparse_bayes`).
 - For adapters in their first round, the gradients of the second matrices have the spans: of inputs
   times the first matrices (`span.ProjectedSpan`).
 - Batch size, lengths and labels are not used.
@@ -27,9 +29,10 @@ from pydantic import Field
 from torch import Tensor
 
 from fedleak.attacks import AttackSetting, Show, certificate
-from fedleak.attacks.adam_step import behind_adam
+from fedleak.attacks.adam_step import BehindAdam, behind_adam
 from fedleak.attacks.certificate import NOTHING_PROVED
 from fedleak.attacks.clock import Clock, Seconds
+from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.attacks.subspace.answer import (
     Reader,
     Reading,
@@ -46,7 +49,7 @@ from fedleak.attacks.subspace.decoder_search import (
     first_inputs,
     without_runs,
 )
-from fedleak.attacks.subspace.depth_search import read_depths
+from fedleak.attacks.subspace.depth_search import adapters_of, layer_rows, read_depths
 from fedleak.attacks.subspace.encoder_search import Effort, search_sentences
 from fedleak.attacks.subspace.span import (
     ACCEPT,
@@ -55,9 +58,10 @@ from fedleak.attacks.subspace.span import (
     Span,
     layer_spans,
 )
+from fedleak.attacks.subspace.sparse_bayes import placed_text, sparse_tokens
 from fedleak.attacks.subspace.token_bag import pairs, read_token_bag
 from fedleak.models import LanguageModel
-from fedleak.models.family import lora_a, lora_b, with_adapters
+from fedleak.models.family import LORA_A, lora_a, lora_b, with_adapters
 from fedleak.training.observation import Observation
 
 
@@ -106,8 +110,13 @@ class Dager(Reader):
         Their multiplicities, and a proof, are returned where the gradient gives them.
         """
         clock, tell = Clock(self.seconds), telling(on_progress, model)
-        behind = behind_adam(seen, model) if model.family.causal else None
-        texts = None if behind is None else read_depths(model, behind, clock, tell)
+        behind = behind_adam(seen, model)
+        if behind is not None and not model.family.causal:
+            sparse = _sparse(model, behind, clock)
+            if sparse is not None:
+                return sparse
+        deep = behind if model.family.causal else None
+        texts = None if deep is None else read_depths(model, deep, clock, tell)
         if texts:
             reason = "nothing proved: these texts explain most"
             return Reading.of(
@@ -154,6 +163,33 @@ class Dager(Reader):
         sequences = ranked([*sentences, *begun], verdict, wanted)
         reason = "" if passed else "nothing proved: these are the likeliest sequences"
         return Reading.of(recovered(sequences, verdict, diagnostics=diagnostics, reason=reason))
+
+
+def _sparse(model: LanguageModel, behind: BehindAdam, clock: Clock) -> Reading | None:
+    """Returns the tokens of an encoder's batch, and its text if it has one, by few rows.
+
+    None without adapters that earlier rounds have trained, or if no few tokens explain their rows.
+    """
+    names = adapters_of(model, behind, 0)
+    if not names or not names[0].endswith(LORA_A):
+        return None
+    matrix, _, _ = layer_rows(model, behind, 0)
+    bag = sparse_tokens(model, matrix, clock)
+    if bag is None:
+        return None
+    tokens = tuple(sorted(bag.index_M.tolist()))
+    text = None
+    if behind.update.num_examples == 1:
+        text = placed_text(model, matrix, bag.index_M, clock)
+    answer = Reconstruction(
+        status=Status.RECOVERED,
+        sequences=None if text is None else (text,),
+        evidence=() if text is None else (bag.left,),
+        tokens=tokens,
+        diagnostics={"rows": len(matrix.value_OD), "left": bag.left, **clock.late()},
+        reason="nothing proved: these tokens alone explain the adapters of the first layer",
+    )
+    return Reading.of(answer, tokens=tokens)
 
 
 def candidates(

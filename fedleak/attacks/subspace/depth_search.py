@@ -125,12 +125,12 @@ def spanned_layers(
     Of all tokens where fits of all layers have an end; and as the rows came where there are fewer
     of them than columns.
     """
-    came = [layer for layer in range(model.num_layers) if _adapters(model, behind, layer)]
+    came = [layer for layer in range(model.num_layers) if adapters_of(model, behind, layer)]
     if came[:1] != [0] or len(came) < 2:
         return
     deep = came[1:]
     numbers = [0, *sorted({deep[round(i * (len(deep) - 1) / _DEPTHS)] for i in range(_DEPTHS)})]
-    rows = {number: _rows(model, behind, number) for number in numbers}
+    rows = {number: layer_rows(model, behind, number) for number in numbers}
     matrices = [matrix for matrix, _, _ in rows.values()]
 
     def layers(spans: Iterable[WeightedSpan], whole: bool) -> list[SpannedLayer]:
@@ -163,7 +163,7 @@ def _fits(matrices: Sequence[LowRank], clock: Clock) -> list[LowRank] | None:
     return [fit.wider(rank - fit.rank) for fit in fits]
 
 
-def _adapters(model: LanguageModel, behind: BehindAdam, layer: int) -> list[str]:
+def adapters_of(model: LanguageModel, behind: BehindAdam, layer: int) -> list[str]:
     """Returns the names of the matrices of a layer's adapters whose rows are mixes of its inputs.
 
     In the first round they are second ones. Of these that of values alone is taken: the first token
@@ -175,11 +175,11 @@ def _adapters(model: LanguageModel, behind: BehindAdam, layer: int) -> list[str]
     return trained or [name for name in [lora_b(weights[-1])] if name in tensors]
 
 
-def _rows(
+def layer_rows(
     model: LanguageModel, behind: BehindAdam, layer: int
 ) -> tuple[LowRank, nn.Module, Tensor | None]:
     """Returns what came of a layer's rows, what multiplies its inputs, and their projection."""
-    names, first_DI = _adapters(model, behind, layer), None
+    names, first_DI = adapters_of(model, behind, layer), None
     of_inputs = names[0]
     if of_inputs.endswith(LORA_B):
         of_inputs = of_inputs.removesuffix(LORA_B) + LORA_A

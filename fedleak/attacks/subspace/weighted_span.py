@@ -36,7 +36,7 @@ _DRIFT = 1e-3
 _FASTER = 16
 """Far from a fit the rank grows by this part of itself at a time, and else by one."""
 
-_MISFIT = 2.0
+MISFIT = 2.0
 """A fit has a chi^2 below this, for each degree of freedom."""
 
 _CLOSER, _CLOSEST, _GAIN = 1e-2, 0.0, 1.0
@@ -166,7 +166,7 @@ class LowRank:
             fit = fit.wider(max(rank, 1) - fit.rank, _CLOSER)
             unknowns = fit.rank * (rows + width - fit.rank)
             free = max(int(self.weight_OD.count_nonzero()) - unknowns, 1)
-            fits = fit.square < _MISFIT * free
+            fits = fit.square < MISFIT * free
             if fits and fit.square + 2 * unknowns > criterion:
                 break
             if fits:
@@ -198,6 +198,13 @@ class LowRank:
                 break
         axis_RD = torch.linalg.qr(axis_RD.T)[0].T
         return replace(self, axis_RD=axis_RD, square=square)
+
+    def left(self, axis_RD: Tensor) -> float:
+        """Returns chi^2 of what axes leave of the matrix, for each degree of freedom."""
+        axis_RD = F.normalize(axis_RD.double())
+        left_OD = self.value_OD - self._parts(axis_RD) @ axis_RD
+        free = int(self.weight_OD.count_nonzero()) - len(left_OD) * len(axis_RD)
+        return float((self.weight_OD * left_OD.square()).sum()) / max(free, 1)
 
     def rows(self) -> WeightedSpan:
         """Returns the span of the rows as they came, each number with its own noise."""

@@ -74,6 +74,20 @@ def test_a_batch_is_read_from_adapters_behind_a_step_of_adam(adapted, sent, fami
     assert replay.replay(model, closed, seen).verified
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_encoders_tokens_are_more_than_its_adapters_have_rows(adapted, sent, count):
+    model = adapted("bert", rank=2, width=128, task=CLASSIFICATION)
+    own, seen = sent(model, TEXTS[:count])
+    answer = Dager()(seen, model, rng=stream(0, "attack"))
+    assert answer.diagnostics["rows"] == 4 < len(own[0])
+    assert set(answer.tokens) == {token for ids in own for token in ids}
+    if count > 1:  # The order is not known.
+        assert answer.sequences is None
+    else:
+        assert list(answer.sequences) == own
+        assert replay.replay(model, answer.sequences, seen).verified
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_of_a_classifier_the_best_prefixes_are_the_answer(adapted, sent, family):
     """Its labels are not known, so that no gradient tells where a text ends."""
@@ -183,7 +197,7 @@ def test_behind_rows_a_text_may_end_long_before_its_prefixes(adapted, sent):
 def test_next_tokens_are_the_nearest_and_the_likeliest_of_those_that_pass(
     adapted, sent, monkeypatch
 ):
-    model = adapted(rank=4, width=128)
+    model = adapted(rank=2, width=128)
     (own,), seen = sent(model, ["she told us that nobody knows it all"])
     (layers,) = spanned_layers(model, behind_adam(seen, model), UNLIMITED)
     beam = depth_search._Beam.empty(layers)

@@ -1,0 +1,53 @@
+"""Sparse Bayesian learning finds the few vectors that rows are mixes of."""
+
+import pytest
+import torch
+
+from fedleak.attacks.clock import UNLIMITED, Clock
+from fedleak.attacks.subspace.sparse_bayes import sparse_support
+from fedleak.attacks.subspace.weighted_span import LowRank
+
+WIDTH, VECTORS, KNOWN = 64, 400, 5
+
+
+@pytest.fixture
+def rng() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
+
+
+def noisy(rows_OD: torch.Tensor, rng: torch.Generator, size: float = 3e-3) -> LowRank:
+    """Returns rows whose numbers have noise of a known size."""
+    noise_OD = size * torch.randn(rows_OD.shape, generator=rng, dtype=torch.float64)
+    variance_OD = torch.full_like(rows_OD, size**2)
+    return LowRank.of(rows_OD + noise_OD, variance_OD)
+
+
+def random(*shape: int, rng: torch.Generator) -> torch.Tensor:
+    """Returns Gaussian numbers."""
+    return torch.randn(shape, generator=rng, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("rows", "count"), [(3, 10), (6, 20), (20, 12)])
+def test_vectors_are_found_also_where_they_are_more_than_rows(
+    rows: int, count: int, rng: torch.Generator
+) -> None:
+    vector_VD, known_KD = random(VECTORS, WIDTH, rng=rng), random(KNOWN, WIDTH, rng=rng)
+    right = torch.randperm(VECTORS, generator=rng)[:count]
+    mixed_OD = random(rows, count, rng=rng) @ vector_VD[right]
+    mixed_OD += random(rows, KNOWN, rng=rng) @ known_KD
+    support = sparse_support(noisy(mixed_OD, rng), vector_VD, known_KD, UNLIMITED)
+    assert support is not None
+    assert sorted(support.index_M.tolist()) == sorted(right.tolist())
+    assert support.left < 2
+
+
+def test_rows_that_few_vectors_do_not_explain_have_no_support(rng: torch.Generator) -> None:
+    vector_VD, known_KD = random(VECTORS, WIDTH, rng=rng), random(KNOWN, WIDTH, rng=rng)
+    rows = noisy(random(6, WIDTH, rng=rng), rng)
+    assert sparse_support(rows, vector_VD, known_KD, UNLIMITED) is None
+
+
+def test_no_time_gives_no_support(rng: torch.Generator) -> None:
+    vector_VD = random(VECTORS, WIDTH, rng=rng)
+    rows = noisy(random(3, 4, rng=rng) @ vector_VD[:4], rng)
+    assert sparse_support(rows, vector_VD, vector_VD[:0], Clock(0.0)) is None
