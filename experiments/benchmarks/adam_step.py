@@ -1,10 +1,12 @@
-"""What attacks read of an encoder's whole update after one step of AdamW.
+"""What attacks read of an encoder's update, whole or of adapters, after one step of AdamW.
 
     python experiments/benchmarks/adam_step.py --model FOLDER --texts FILE [--batch 4]
-        [--attack auto] [--seconds 60] [--rate 5e-5] [--clip 1] [--dropout]
+        [--attack auto] [--seconds 60] [--rate 5e-5] [--clip 1] [--dropout] [--rank 8]
 
-FILE has a text on each line. The classifier is new, with two classes. Seconds are CPU time of this
-process. Beside the ROUGE-L of an answer stands that of the answer to the client before.
+FILE has a text on each line. The classifier is new, with two classes. With `--rank` adapters are
+trained, on other texts first, as in earlier rounds. Seconds are CPU time of this process. Beside
+the ROUGE-L of an answer stands that of the answer to the client before, and beside the tokens that
+it names rightly, those that it names in all.
 """
 
 import argparse
@@ -24,11 +26,23 @@ from fedleak.attacks import clock, kinds, replay
 from fedleak.audit.answer_scores import score_sequences
 from fedleak.audit.metrics.intervals import wilson
 from fedleak.models import CLASSIFICATION, LanguageModel, ModelSpec, load_parameters_, loading
+from fedleak.models.lora import Lora
 from fedleak.training.local import local_update_
 from fedleak.training.observation import Knowledge, Observation, UpdateKind
 from fedleak.training.recipe import Recipe
 from fedleak.training.settings import LocalTraining
 from fedleak.util.rng import stream
+
+EARLIER = LocalTraining(
+    kind=UpdateKind.DELTA,
+    batch_size=8,
+    epochs=1,
+    learning_rate=2e-4,
+    dropout=False,
+    recipe=Recipe(optimiser="adamw"),
+)
+WARM = 160
+"""Texts of earlier rounds of adapters."""
 
 
 def main() -> None:
@@ -38,7 +52,7 @@ def main() -> None:
     parser.add_argument("--texts", required=True, type=Path)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument(
-        "--attack", default="auto", choices=["auto", "keyspan", "position_marginals"]
+        "--attack", default="auto", choices=["auto", "dager", "keyspan", "position_marginals"]
     )
     parser.add_argument("--seconds", type=float, default=60.0, help="for one update")
     parser.add_argument("--rate", type=float, default=5e-5)
@@ -46,9 +60,13 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dropout", action="store_true")
+    parser.add_argument("--rank", type=int, help="of adapters (all weights)")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    model = loading.load(ModelSpec(name=options.model, task=CLASSIFICATION, num_labels=2))
+    lora = Lora(options.rank, 2 * options.rank) if options.rank else None
+    model = loading.load(
+        ModelSpec(name=options.model, task=CLASSIFICATION, num_labels=2, lora=lora)
+    )
     lines = [line.strip() for line in options.texts.read_text().splitlines()]
     lines = [line for line in lines if 6 <= len(line.split()) <= 24]
     random.Random(options.seed).shuffle(lines)
@@ -71,8 +89,11 @@ def main() -> None:
         dropout=options.dropout,
         recipe=recipe,
     )
+    if lora:
+        warm, lines = model.encode(lines[:WARM]), lines[WARM:]
+        local_update_(model, warm, [i % 2 for i in range(WARM)], EARLIER, seed=1)
     before = {name: value.clone() for name, value in model.parameters().items()}
-    exact = proved = 0
+    exact = proved = right_tokens = named_tokens = all_tokens = 0
     alike: list[tuple[float, float]] = []
     previous: Sequence[tuple[int, ...]] = ()
     for client in range(options.clients):
@@ -94,6 +115,9 @@ def main() -> None:
         sequences = answer.sequences or ()
         replayed = None if answer.verified else replay.replay(model, sequences, seen)
         right = (Counter(own) & Counter(sequences)).total()
+        named, tokens = {*(answer.tokens or ())}, {token for ids in own for token in ids}
+        right_tokens, named_tokens = right_tokens + len(named & tokens), named_tokens + len(named)
+        all_tokens += len(tokens)
         certain = answer.verified or (replayed is not None and replayed.verified)
         exact, proved = exact + right, proved + certain
         verdict = "proved" if certain else "not proved"
@@ -105,6 +129,7 @@ def main() -> None:
             flush=True,
         )
     count, share = options.clients, wilson(exact, options.clients * options.batch)
+    print(f"{right_tokens} of {all_tokens} tokens right, {named_tokens} named")
     rouge, others = mean(own for own, _ in alike), [other for _, other in alike[1:]]
     print(
         f"{exact} of {count * options.batch} texts exact [{100 * share.low:.0f}, "

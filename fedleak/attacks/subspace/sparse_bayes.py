@@ -86,6 +86,8 @@ def sparse_support(
         known_KD: Directions that may be mixed in, too.
         clock: When time is up, the search ends.
     """
+    if not matrix.value_OD.numel():
+        return None
     # As in a fit, what did not come is known as little as a number of the order of 1.
     noise_D = (1 / (matrix.weight_OD + 1)).mean(0).sqrt()
     known_DK = torch.linalg.qr((known_KD.double() / noise_D).T)[0]
@@ -109,6 +111,8 @@ def sparse_support(
         entered_N = _entering(x_VD, index_M, variance_M, rows_RD, noise)
         begin = float(variance_M.median()) / 10 if len(variance_M) else 1 / len(x_VD)
         index_M = torch.cat([index_M, entered_N])
+        if not len(index_M):
+            return None
         variance_M = torch.cat([variance_M, variance_M.new_full((len(entered_N),), begin)])
         for _ in range(_STEPS):
             x_MD = x_VD[index_M]

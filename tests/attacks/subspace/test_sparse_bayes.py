@@ -51,3 +51,9 @@ def test_no_time_gives_no_support(rng: torch.Generator) -> None:
     vector_VD = random(VECTORS, WIDTH, rng=rng)
     rows = noisy(random(3, 4, rng=rng) @ vector_VD[:4], rng)
     assert sparse_support(rows, vector_VD, vector_VD[:0], Clock(0.0)) is None
+
+
+def test_rows_of_which_nothing_came_have_no_support(rng: torch.Generator) -> None:
+    vector_VD = random(VECTORS, WIDTH, rng=rng)
+    nothing = LowRank.of(torch.zeros(3, WIDTH), torch.full((3, WIDTH), torch.inf))
+    assert sparse_support(nothing, vector_VD, vector_VD[:0], UNLIMITED) is None
