@@ -41,6 +41,18 @@ def test_vectors_are_found_also_where_they_are_more_than_rows(
     assert support.left < 2
 
 
+def test_vectors_that_resemble_each_other_are_told_apart(rng: torch.Generator) -> None:
+    """Many explain the rows soon, and a search that ended there would name all of them."""
+    token_ND, position_PD = random(12, WIDTH, rng=rng), random(12, WIDTH, rng=rng)
+    vector_VD = (token_ND[:, None] + position_PD).flatten(0, 1)
+    vector_VD = vector_VD + random(*vector_VD.shape, rng=rng) / 4
+    right = [13 * place for place in range(8)]
+    mixed_OD = random(4, len(right), rng=rng) @ vector_VD[right]
+    support = sparse_support(noisy(mixed_OD, rng), vector_VD, vector_VD[:0], UNLIMITED)
+    assert support is not None
+    assert sorted(support.index_M.tolist()) == right
+
+
 def test_rows_that_few_vectors_do_not_explain_have_no_support(rng: torch.Generator) -> None:
     vector_VD, known_KD = random(VECTORS, WIDTH, rng=rng), random(KNOWN, WIDTH, rng=rng)
     rows = noisy(random(6, WIDTH, rng=rng), rng)
