@@ -21,6 +21,7 @@ from statistics import mean
 from typing import Any
 
 import torch
+from state_pursuit import EARLIER, WARM
 
 from fedleak.attacks import clock, kinds, replay
 from fedleak.audit.answer_scores import score_sequences
@@ -32,17 +33,6 @@ from fedleak.training.observation import Knowledge, Observation, UpdateKind
 from fedleak.training.recipe import Recipe
 from fedleak.training.settings import LocalTraining
 from fedleak.util.rng import stream
-
-EARLIER = LocalTraining(
-    kind=UpdateKind.DELTA,
-    batch_size=8,
-    epochs=1,
-    learning_rate=2e-4,
-    dropout=False,
-    recipe=Recipe(optimiser="adamw"),
-)
-WARM = 160
-"""Texts of earlier rounds of adapters."""
 
 
 def main() -> None:
@@ -70,6 +60,12 @@ def main() -> None:
     lines = [line.strip() for line in options.texts.read_text().splitlines()]
     lines = [line for line in lines if 6 <= len(line.split()) <= 24]
     random.Random(options.seed).shuffle(lines)
+    needed = options.clients * options.batch + (WARM if lora else 0)
+    if len(lines) < needed:
+        parser.error(
+            f"--texts has {len(lines)} texts of 6 to 24 words, and {needed} are needed: lower "
+            "--clients or --batch"
+        )
     clock.now = time.process_time
     made: Any = kinds()[options.attack]
     attack = made(seconds=options.seconds)

@@ -110,13 +110,11 @@ class Dager(Reader):
         Their multiplicities, and a proof, are returned where the gradient gives them.
         """
         clock, tell = Clock(self.seconds), telling(on_progress, model)
-        behind = behind_adam(seen, model)
-        if behind is not None and not model.family.causal:
-            sparse = _sparse(model, behind, clock)
-            if sparse is not None:
-                return sparse
-        deep = behind if model.family.causal else None
-        texts = None if deep is None else read_depths(model, deep, clock, tell)
+        behind, texts = behind_adam(seen, model), None
+        if behind is not None and model.family.causal:
+            texts = read_depths(model, behind, clock, tell)
+        elif behind is not None and (sparse := _sparse(model, behind, clock)) is not None:
+            return sparse
         if texts:
             reason = "nothing proved: these texts explain most"
             return Reading.of(

@@ -66,12 +66,10 @@ class Support:
 
     Attributes:
         index_M: Which, the strongest first.
-        variance_M: Of their shares in orthonormal rows.
         left: Chi^2 of what they leave, for each degree of freedom.
     """
 
     index_M: Tensor
-    variance_M: Tensor
     left: float
 
 
@@ -126,8 +124,7 @@ def sparse_support(
         if same and len(index_M) <= most:
             left = matrix.left(torch.cat([known_KD, vector_VD[index_M]]))
             if left < MISFIT:
-                order_M = variance_M.argsort(descending=True)
-                return Support(index_M[order_M], variance_M[order_M], left)
+                return Support(index_M[variance_M.argsort(descending=True)], left)
     return None
 
 
