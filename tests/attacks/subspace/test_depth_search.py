@@ -236,3 +236,19 @@ def test_layers_whose_adapters_were_not_sent_are_left_out(adapted, sent):
     first = {name: value for name, value in kept.items() if ".0." not in name}
     behind = behind_adam(replace(seen, update=replace(seen.update, tensors=first)), model)
     assert list(spanned_layers(model, behind, UNLIMITED)) == []
+
+
+def test_the_decay_of_small_weights_hides_no_step(adapted, sent):
+    """It moves a part of them to where float32 has another grid."""
+    model = adapted("bert", rank=2, width=128, task=CLASSIFICATION)
+    for name, weight in model.trained().items():
+        weight.data = weight.data / 20 if "lora_B" in name else weight.data
+    own, seen = sent(model, TEXTS[:1], replace(CLIPPED, weight_decay=0.01))
+    before = {name: value.detach() for name, value in model.trained().items()}
+    steps = {
+        name: seen.knowledge.recipe.without_decay(value, before[name], 2e-4, 1)
+        for name, value in seen.update.tensors.items()
+    }
+    seen = replace(seen, update=replace(seen.update, tensors=steps))
+    (text,) = Dager()(seen, model, rng=stream(0, "attack")).sequences
+    assert text == own[0]
