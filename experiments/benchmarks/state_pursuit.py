@@ -1,12 +1,13 @@
 """What `state_pursuit` reads of a decoder's update, and how much of it is proved.
 
     python experiments/benchmarks/state_pursuit.py --model FOLDER --texts FILE \
-        [--rank 8 [--clip 1] | --full [--clip 1] | --defense '{kind = "sign"}']
+        [--attack auto] [--rank 8 [--clip 1] | --full [--clip 1] | --defense '{kind = "sign"}']
 
 FILE has a text on each line. Clients make steps of AdamW on adapters, or with `--full` on all
 weights, which are first trained on other texts, as in earlier rounds. With `--defense` they send
 one gradient of all weights, behind that defense. Beside the tokens that are read stand those that
-the answer to another client's update has of them.
+the answer to another client's update has of them, and beside the distinct tokens that an answer
+names rightly those that it names in all.
 """
 
 import argparse
@@ -15,12 +16,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from fedleak.attacks import clock, replay
-from fedleak.attacks.auto.attack import Auto
-from fedleak.attacks.subspace.state_pursuit import StatePursuit
+from fedleak.attacks import clock, kinds, replay
 from fedleak.config.loading import with_defense
 from fedleak.defenses import TrustedAggregator
 from fedleak.models import CAUSAL_LM, LanguageModel, ModelSpec, load_parameters_, loading
@@ -53,7 +53,9 @@ def main() -> None:
     trained.add_argument("--rank", type=int, default=8)
     trained.add_argument("--full", action="store_true")
     trained.add_argument("--defense", help="a table, as in an experiment file")
-    parser.add_argument("--auto", action="store_true", help="asks the attack auto instead")
+    parser.add_argument(
+        "--attack", default="state_pursuit", choices=["state_pursuit", "auto", "dager"]
+    )
     parser.add_argument("--clip", type=float, help="the norm of a gradient, at most")
     parser.add_argument("--rate", type=float, help="of the step (5e-5)")
     parser.add_argument("--first", action="store_true", help="the round is the first one")
@@ -101,14 +103,14 @@ def main() -> None:
         local_update_(model, texts[:WARM], [0] * WARM, earlier, seed=1)
     if defense is not None:
         how = defense.training(replace(how, kind=UpdateKind.GRADIENT, recipe=Recipe()))
-    attack: Auto | StatePursuit = StatePursuit(seconds=options.seconds)
-    if options.auto:
-        attack = Auto(seconds=options.seconds or Auto.seconds)
+    kind: Any = kinds()[options.attack]
+    attack = kind() if options.seconds is None else kind(seconds=options.seconds)
     # Seconds are those of the thread, also beside other programs.
     clock.now = time.process_time
     exact = proved = 0
     own_share = other_share = 0.0
-    before: Sequence[tuple[int, ...]] = ()
+    right_tokens = named_tokens = all_tokens = 0
+    before: Sequence[int] = ()
     for client in range(options.clients):
         own = texts[WARM + client * of_client :][:of_client]
         seen = sent(model, own, how)
@@ -123,14 +125,20 @@ def main() -> None:
         right = len({*own} & {*sequences})
         certain = answer.verified or (replayed is not None and replayed.verified)
         exact, proved = exact + right, proved + certain
-        own_share += _share(own, sequences)
-        other_share += _share(own, before)
-        before = sequences
-        likely = "likely" if all(answer.diagnostics.get("likely", [False])) else "not proved"
-        share, verdict = _share(own, sequences), "proved" if certain else likely
+        named, share = answer.tokens or (), _share(own, answer.tokens or ())
+        own_share, other_share = own_share + share, other_share + _share(own, before)
+        before, tokens = named, {token for ids in own for token in ids}
+        right_tokens, named_tokens = (
+            right_tokens + len(tokens & {*named}),
+            named_tokens + len(named),
+        )
+        all_tokens += len(tokens)
+        likely = sequences and all(answer.diagnostics.get("likely", [False]))
+        verdict = "proved" if certain else "likely" if likely else "not proved"
         line = f"{right} of {len(own)} exact, {100 * share:.0f} % of tokens, {verdict}"
         print(f"{client}: {line}, {seconds:.1f} CPU-s", flush=True)
     clients = options.clients
+    print(f"{right_tokens} of {all_tokens} distinct tokens right, {named_tokens} named")
     print(
         f"{exact} of {clients * of_client} texts exact, {proved} of {clients} updates proved, "
         f"{100 * own_share / clients:.0f} % of tokens, of another update's answer "
@@ -153,11 +161,10 @@ def sent(model: LanguageModel, own: Sequence[tuple[int, ...]], how: LocalTrainin
     return Observation(round=2, client=0, update=update, knowledge=known)
 
 
-def _share(own: Sequence[tuple[int, ...]], answer: Sequence[tuple[int, ...]]) -> float:
-    """Returns the share of the tokens of texts, special ones left out, that an answer has."""
-    answer_tokens = {token for ids in answer for token in ids}
+def _share(own: Sequence[tuple[int, ...]], named: Sequence[int]) -> float:
+    """Returns the share of the tokens of texts, special ones left out, that are named."""
     tokens = [token for ids in own for token in ids[1:-1]]
-    return sum(token in answer_tokens for token in tokens) / len(tokens)
+    return sum(token in named for token in tokens) / len(tokens)
 
 
 if __name__ == "__main__":

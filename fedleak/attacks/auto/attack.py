@@ -111,6 +111,7 @@ class Findings:
         read: For each sequence the attack that read it first, in the order of finding.
         members: Proved sequences, taken out of the update.
         tokens: The only tokens of the batch, as far as any of the attacks knows.
+        named: Tokens of the batch, whatever its texts are.
         answers: The answer of each attack, by its kind.
         whole: The rest of the batch, with repetitions, if the last attack proved or settled it.
         scale: The update over its mean gradient, as far as members determine it.
@@ -120,6 +121,7 @@ class Findings:
     read: dict[Ids, str] = field(default_factory=dict)
     members: tuple[certificate.Member, ...] = ()
     tokens: frozenset[int] = frozenset()
+    named: frozenset[int] = frozenset()
     answers: dict[str, Reconstruction] = field(default_factory=dict)
     whole: tuple[Ids, ...] = ()
     scale: float = 1.0
@@ -131,6 +133,7 @@ class Findings:
             read={ids: kind for ids in reading.sequences if ids} | self.read,
             members=(*self.members, *reading.members),
             tokens=self.tokens.union(reading.tokens),
+            named=self.named.union(reading.named),
             answers={**self.answers, kind: reading.answer},
             whole=reading.sequences if reading.answer.verified or reading.settled else (),
             scale=self.scale * reading.scale,
@@ -180,7 +183,7 @@ class Auto(OneByOne):
     """
 
     kind: ClassVar[str] = "auto"
-    version: ClassVar[int] = 32
+    version: ClassVar[int] = 33
     slow: ClassVar[bool] = True
     uses: ClassVar[frozenset[str]] = Lamp.uses | {"noise_scale"}
     seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 120.0
@@ -353,7 +356,7 @@ class _Attempt:
         if made is None or not made.verified:
             return reading
         answer = reading.answer.with_diagnostics(**made.diagnostics())
-        answer = replace(answer, verified=True, reason="")
+        answer = replace(answer, tokens=tokens_of(batch), verified=True, reason="")
         return reading._replace(answer=answer, sequences=batch)
 
     def _suits(self, attack: Single) -> bool:
@@ -552,7 +555,7 @@ class _Attempt:
         recovered = (answer.status == Status.RECOVERED for answer in findings.answers.values())
         others = (ids for ids in choice.evidence if ids not in findings.stepped)
         batch = (*proved, *findings.whole, *findings.stepped, *others)
-        if not batch or not (certain or likely or any(recovered)):
+        if not (batch or findings.named) or not (certain or likely or any(recovered)):
             reasons = "; ".join(
                 f"{kind}: {answer.reason}" for kind, answer in findings.answers.items()
             )
@@ -566,9 +569,11 @@ class _Attempt:
         closed = tuple(certificate.close(self._model, ids) for ids in batch)
         return Reconstruction(
             status=Status.RECOVERED,
-            sequences=closed,
+            sequences=closed or None,
             evidence=tuple(0.0 if verified else choice.evidence.get(ids, 0.0) for ids in batch),
-            tokens=tokens_of(closed),
+            tokens=tokens_of(
+                closed if verified or not findings.named else [findings.named, *proved]
+            ),
             diagnostics={
                 **diagnostics,
                 **verdict.diagnostics(),

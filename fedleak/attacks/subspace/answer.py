@@ -41,6 +41,7 @@ class Reading(NamedTuple):
         sequences: What it read, best first, even if it does not trust it.
         members: Sequences that are proved one by one, even if the whole batch is not.
         tokens: Tokens that are, as it finds, the only ones in the batch.
+        named: Tokens that are, as it finds, in the batch, whatever its texts are.
         scale: The update over the mean gradient of its batch, as far as members determine it.
         stepped: Sequences of local steps that were made again, and taken out of the update.
         settled: No other attack need run. The answer is the whole batch by what the update adds up
@@ -51,6 +52,7 @@ class Reading(NamedTuple):
     sequences: tuple[Ids, ...] = ()
     members: tuple[Member, ...] = ()
     tokens: tuple[int, ...] = ()
+    named: tuple[int, ...] = ()
     scale: float = 1.0
     stepped: tuple[Ids, ...] = ()
     settled: bool = False

@@ -21,6 +21,7 @@ Petrov et al., "DAGER: Exact Gradient Inversion for Large Language Models", Neur
 Shapes: N tokens, A pairs of a token and a position.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
@@ -32,8 +33,9 @@ from fedleak.attacks import AttackSetting, Show, certificate
 from fedleak.attacks.adam_step import BehindAdam, behind_adam
 from fedleak.attacks.certificate import NOTHING_PROVED
 from fedleak.attacks.clock import Clock, Seconds
-from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.attacks.subspace.answer import (
+    Judged,
+    OnJudged,
     Reader,
     Reading,
     SpanSearch,
@@ -63,6 +65,9 @@ from fedleak.attacks.subspace.token_bag import pairs, read_token_bag
 from fedleak.models import LanguageModel
 from fedleak.models.family import LORA_A, lora_a, lora_b, with_adapters
 from fedleak.training.observation import Observation
+
+_EXPLAINED = "nothing proved: these texts explain most"
+_TOKENS = "nothing proved: these tokens alone explain the adapters of the first layer"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,16 +115,10 @@ class Dager(Reader):
         Their multiplicities, and a proof, are returned where the gradient gives them.
         """
         clock, tell = Clock(self.seconds), telling(on_progress, model)
-        behind, texts = behind_adam(seen, model), None
-        if behind is not None and model.family.causal:
-            texts = read_depths(model, behind, clock, tell)
-        elif behind is not None and (sparse := _sparse(model, behind, clock)) is not None:
-            return sparse
-        if texts:
-            reason = "nothing proved: these texts explain most"
-            return Reading.of(
-                recovered(texts, NOTHING_PROVED, diagnostics=clock.late(), reason=reason)
-            )
+        behind = behind_adam(seen, model)
+        step = None if behind is None else _of_step(model, behind, clock, tell)
+        if step is not None:
+            return step
         spans = layer_spans(model, certificate.as_gradient(seen))
         if spans is None:
             return Reading.none(
@@ -163,31 +162,36 @@ class Dager(Reader):
         return Reading.of(recovered(sequences, verdict, diagnostics=diagnostics, reason=reason))
 
 
-def _sparse(model: LanguageModel, behind: BehindAdam, clock: Clock) -> Reading | None:
-    """Returns the tokens of an encoder's batch, and its text if it has one, by few rows.
+def _of_step(
+    model: LanguageModel, behind: BehindAdam, clock: Clock, tell: OnJudged
+) -> Reading | None:
+    """Returns the tokens of a step of Adam, by adapters, and its texts; None if nothing shows them.
 
-    None without adapters that earlier rounds have trained, or if no few tokens explain their rows.
+    A decoder's texts are read in order, and one text by its positions if the model has them.
     """
-    names = adapters_of(model, behind, 0)
-    if not names or not names[0].endswith(LORA_A):
-        return None
-    matrix, _, _ = layer_rows(model, behind, 0)
-    bag = sparse_tokens(model, matrix, clock)
+    names, bag, texts = adapters_of(model, behind, 0), None, None
+    if names and names[0].endswith(LORA_A):  # earlier rounds have trained it
+        matrix, _, _ = layer_rows(model, behind, 0)
+        bag = sparse_tokens(model, matrix, clock)
+    if bag is not None and behind.update.num_examples == 1:
+        text = placed_text(bag)
+        texts = None if text is None else [Judged(text, bag.left, math.inf)]
+    if texts is None and model.family.causal:
+        texts = read_depths(model, behind, bag, clock, tell)
     if bag is None:
-        return None
-    tokens = tuple(sorted(bag.index_M.tolist()))
-    text = None
-    if behind.update.num_examples == 1:
-        text = placed_text(model, matrix, bag.index_M, clock)
-    answer = Reconstruction(
-        status=Status.RECOVERED,
-        sequences=None if text is None else (text,),
-        evidence=() if text is None else (bag.left,),
-        tokens=tokens,
-        diagnostics={"rows": len(matrix.value_OD), "left": bag.left, **clock.late()},
-        reason="nothing proved: these tokens alone explain the adapters of the first layer",
+        if not texts:
+            return None
+        answer = recovered(texts, NOTHING_PROVED, diagnostics=clock.late(), reason=_EXPLAINED)
+        return Reading.of(answer)
+    answer = recovered(
+        texts or [],
+        NOTHING_PROVED,
+        tokens=bag.told_apart,
+        diagnostics={"rows": bag.token_NO.shape[1], "left": bag.left} | clock.late(),
+        reason=_EXPLAINED if texts else _TOKENS,
     )
-    return Reading.of(answer, tokens=tokens)
+    answer = answer if texts else replace(answer, sequences=None)
+    return Reading.of(answer, tokens=bag.candidates, named=bag.told_apart)
 
 
 def candidates(

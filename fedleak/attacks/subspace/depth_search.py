@@ -42,6 +42,7 @@ from fedleak.attacks.listening import AllHeardError, listening
 from fedleak.attacks.reconstruction import Ids
 from fedleak.attacks.subspace.answer import Judged, OnJudged, by_excess, distinct
 from fedleak.attacks.subspace.span import ACCEPT, SPARE
+from fedleak.attacks.subspace.sparse_bayes import Bag
 from fedleak.attacks.subspace.update_evidence import (
     empty_cache,
     first_tokens,
@@ -65,11 +66,16 @@ _PROPOSED = 512
 """Next tokens behind a prefix: the likeliest of those that the first layer lets pass, and as many
 that are the nearest to its span."""
 
+_ALIKE = 64
+"""Likeliest tokens behind a prefix, of those whose vectors hardly differ from that of a token of
+the batch."""
+
 _TRIED, _TRIED_BY_ROWS, _KEPT = 48, 256, 4
 """Prefixes that are tested in all layers, and that are kept, for each text of the batch."""
 
 _BEYOND = 12
-"""Tokens of a text that need not pass, where there may be so many more of them than rows."""
+"""Tokens of a text that need not pass, where there may be so many more of them than rows; and of a
+batch, more than that many cannot be known by the beginning of one text."""
 
 _AT_ONCE = 512
 """Tokens that go through the model together."""
@@ -114,16 +120,16 @@ class SpannedLayer(NamedTuple):
 
     def beside(self, known_TD: Tensor) -> WeightedSpan:
         """Returns the span with what a prefix adds to it, orthonormal."""
-        return self.span if self.whole else self.span.beside(known_TD)
+        return self.span if self.whole else self.span.beside(known_TD[known_TD.any(1)])
 
 
 def spanned_layers(
-    model: LanguageModel, behind: BehindAdam, clock: Clock
+    model: LanguageModel, behind: BehindAdam, clock: Clock, rank: int = 1
 ) -> Iterator[list[SpannedLayer]]:
     """Yields the spans of the first layer and of some others: of all tokens, then of the rows.
 
-    Of all tokens where fits of all layers have an end; and as the rows came where there are fewer
-    of them than columns.
+    Of all tokens where fits of all layers, of this rank at least, have an end; and as the rows came
+    where there are fewer of them than columns.
     """
     came = [layer for layer in range(model.num_layers) if adapters_of(model, behind, layer)]
     if came[:1] != [0] or len(came) < 2:
@@ -139,19 +145,19 @@ def spanned_layers(
             for (number, (_, module, first_DI)), span in zip(rows.items(), spans, strict=True)
         ]
 
-    fits = _fits(matrices, clock)
+    fits = _fits(matrices, clock, rank)
     if fits is not None:
         yield layers((fit.span() for fit in fits), whole=True)
     if all(count + SPARE <= width for count, width in (m.value_OD.shape for m in matrices)):
         yield layers((matrix.rows() for matrix in matrices), whole=False)
 
 
-def _fits(matrices: Sequence[LowRank], clock: Clock) -> list[LowRank] | None:
+def _fits(matrices: Sequence[LowRank], clock: Clock, rank: int) -> list[LowRank] | None:
     """Returns fits of the largest rank of these; None: there may be more tokens than rows.
 
     All have that rank, because the weakest tokens may be missed in a layer.
     """
-    fits, rank = list[LowRank](), 1
+    fits = list[LowRank]()
     for matrix in matrices:
         fit = matrix.fitted(rank // 2, clock)  # Deeper layers have about as many dimensions.
         if fit is None:
@@ -223,6 +229,7 @@ class _Beam:
 def read_depths(
     model: LanguageModel,
     behind: BehindAdam,
+    bag: Bag | None,
     clock: Clock,
     tell: OnJudged,
 ) -> list[Judged] | None:
@@ -231,12 +238,15 @@ def read_depths(
     Args:
         model: A decoder at the broadcast weights.
         behind: The gradient behind the update.
+        bag: The tokens of the batch; None: they are not known.
         clock: When time is up, prefixes grow no longer.
         tell: Called with the number of positions that are done, and the best prefix.
     """
     size, best = behind.update.num_examples, None
-    for layers in spanned_layers(model, behind, clock):
-        prefixes = _prefixes(model, layers, size, clock, tell)
+    for layers in spanned_layers(model, behind, clock, 1 if bag is None else len(bag.tokens_N)):
+        if size > 1 and _beyond(layers[0], bag) > _BEYOND:
+            continue  # no text has so many tokens that the rest is told from
+        prefixes = _prefixes(model, layers, size, bag, clock, tell)
         batch = _batch(model, behind, prefixes, layers[0].whole, clock)
         if best is None or batch.left < best.left:
             best = batch
@@ -249,17 +259,20 @@ def _prefixes(
     model: LanguageModel,
     layers: Sequence[SpannedLayer],
     size: int,
+    bag: Bag | None,
     clock: Clock,
     tell: OnJudged,
 ) -> list[Judged]:
     """Returns the best prefixes of each length."""
     beam, prefixes = _Beam.empty(layers), list[Judged]()
-    longest = model.max_length if layers[0].whole else len(layers[0].span.axis_RD) + _BEYOND
-    for position, slot in enumerate(islice(_slots(model, layers[0]), longest), 1):
+    beyond = _beyond(layers[0], bag)
+    longest = len(layers[0].span.axis_RD) + max(beyond, _BEYOND)
+    longest = model.max_length if layers[0].whole else longest
+    for position, slot in enumerate(islice(_slots(model, layers[0], bag), longest), 1):
         tokens_KN = _proposed(model, beam, slot)
         if not tokens_KN.numel() or clock.up():
             break
-        beam = _grown(model, beam, tokens_KN, layers, size)
+        beam = _grown(model, beam, tokens_KN, layers, size, beyond)
         if not beam.ids:
             break
         totals = beam.total_K.tolist()
@@ -269,6 +282,13 @@ def _prefixes(
     return prefixes
 
 
+def _beyond(first: SpannedLayer, bag: Bag | None) -> int:
+    """Returns how many more tokens than rows there are; if that is not known, at most."""
+    if first.whole:
+        return 0
+    return _BEYOND if bag is None else max(len(bag.tokens_N) - len(first.span.axis_RD), 0)
+
+
 @dataclass(frozen=True)
 class _Slot:
     """What may stand at a position.
@@ -276,12 +296,16 @@ class _Slot:
     Attributes:
         first: The first layer.
         tokens_N: Tokens that it lets pass, the nearest first.
+        nearest, likeliest: How many of the nearest, and of the likeliest others, are proposed, if
+            they are not all.
         x_VD: Vectors of all tokens in that layer, of which the nearest depend on the prefix; None:
             they do not.
     """
 
     first: SpannedLayer
     tokens_N: Tensor
+    nearest: int = _PROPOSED
+    likeliest: int = _PROPOSED
     x_VD: Tensor | None = None
 
     def behind(self, known_KTD: Tensor) -> tuple[Tensor, Tensor]:
@@ -295,18 +319,21 @@ class _Slot:
         return tokens_KN, excess_KN < ACCEPT
 
 
-def _slots(model: LanguageModel, first: SpannedLayer) -> Iterator[_Slot]:
+def _slots(model: LanguageModel, first: SpannedLayer, bag: Bag | None) -> Iterator[_Slot]:
     """Yields what may stand at each position."""
     table, begin = model.family.token_table(model.module), first_tokens(model)
     ids_V, slot = torch.arange(model.vocabulary, device=model.device), None
+    if bag is not None:
+        alike_A = bag.alike_A[torch.isin(bag.alike_A, bag.tokens_N, invert=True)]
+        slot = _Slot(first, torch.cat([bag.tokens_N, alike_A]), len(bag.tokens_N), _ALIKE)
     for position in range(model.max_length - len(certificate.close(model, ()))):
-        if slot is None or table.position_PD is not None:
+        if slot is None or (bag is None and table.position_PD is not None):
             x_VD = first.vectors(table(ids_V, torch.full_like(ids_V, position)))
             if first.whole:
                 excess_V = first.span.excess(x_VD)
                 slot = _Slot(first, excess_V.argsort()[: int((excess_V < _FIRST).sum())])
             else:
-                slot = _Slot(first, ids_V, x_VD)
+                slot = _Slot(first, ids_V, x_VD=x_VD)
         begun = begin[position : position + 1]
         yield _Slot(first, ids_V[list(begun)]) if begun else slot
 
@@ -317,8 +344,12 @@ def _grown(
     tokens_KN: Tensor,
     layers: Sequence[SpannedLayer],
     size: int,
+    beyond: int,
 ) -> _Beam:
-    """Returns the best prefixes that are one token longer than those of a beam, best first."""
+    """Returns the best prefixes that are one token longer than those of a beam, best first.
+
+    The first tokens, `beyond` of them, need not pass.
+    """
     rows_M = torch.arange(len(beam.ids), device=tokens_KN.device)
     rows_M, tokens_M = rows_M.repeat_interleave(tokens_KN.shape[1]), tokens_KN.flatten()
     tried = size * (_TRIED if layers[0].whole else _TRIED_BY_ROWS)
@@ -339,7 +370,7 @@ def _grown(
     ]
     log_M = (torch.stack(excess[1:]) / ACCEPT).log().mean(0)
     total_M = beam.total_K[rows_M] + log_M
-    if layers[0].whole or len(beam.ids[0]) >= _BEYOND:
+    if len(beam.ids[0]) >= beyond:
         total_M = total_M.masked_fill(log_M >= 0, math.inf)
     best_K = total_M.argsort()[: _KEPT * size]
     best_K = best_K[total_M[best_K].isfinite()]
@@ -375,15 +406,16 @@ def _measured(
 def _proposed(model: LanguageModel, beam: _Beam, slot: _Slot) -> Tensor:
     """Returns next tokens [K, J] behind each prefix: all of some, or the best, nearest first."""
     tokens_KN, passed_KN = slot.behind(beam.known[0])
-    if tokens_KN.shape[1] <= 2 * _PROPOSED or not beam.ids[0]:
+    proposed = slot.nearest + slot.likeliest
+    if tokens_KN.shape[1] <= proposed or not beam.ids[0]:
         return tokens_KN
     if model.task != CAUSAL_LM:  # Rows by themselves let all tokens pass.
-        return tokens_KN if slot.first.whole else tokens_KN[:, : 2 * _PROPOSED]
-    nearest_KN, further_KN = tokens_KN[:, :_PROPOSED], tokens_KN[:, _PROPOSED:]
+        return tokens_KN if slot.first.whole else tokens_KN[:, :proposed]
+    nearest_KN, further_KN = tokens_KN[:, : slot.nearest], tokens_KN[:, slot.nearest :]
     ids_KT = torch.tensor(beam.ids, device=tokens_KN.device)
     likely_KV = log_probabilities(model, ids_KT)[:, -1]
-    likely_KN = likely_KV.gather(1, further_KN).where(passed_KN[:, _PROPOSED:], -math.inf)
-    likely_KJ = likely_KN.topk(_PROPOSED).indices
+    likely_KN = likely_KV.gather(1, further_KN).where(passed_KN[:, slot.nearest :], -math.inf)
+    likely_KJ = likely_KN.topk(slot.likeliest).indices
     return torch.cat([nearest_KN, further_KN.gather(1, likely_KJ)], 1)
 
 

@@ -29,7 +29,8 @@ Shapes: O rows, D columns, V vectors, M vectors that may mix, K directions that 
 N vectors, R orthonormal rows.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -41,23 +42,36 @@ from fedleak.attacks.subspace.span import SPARE
 from fedleak.attacks.subspace.weighted_span import MISFIT, LowRank
 from fedleak.models import LanguageModel
 
-_ROUNDS, _STEPS = 24, 20
-"""Times that vectors enter, at most, and steps of learning after each."""
+_PASSES, _ROUNDS, _STEPS = 4, 24, 10
+"""Searches, at most; times that vectors enter in each, and steps of learning after each."""
 
-_ENTER = 200
-"""Vectors that enter at once, at most."""
+_STALE, _LEAVE = 3, 16
+"""Times in vain that end a search; of vectors that seem needless this part leaves at once."""
 
-_BEGIN, _END = 1e-2, 1e-8
+_ENTER, _NEAR = 64, 1024
+"""Vectors that enter at once, at most, and those that are tested for it."""
+
+_BEGIN, _END = 1e-1, 1e-8
 """Variance of the noise of orthonormal rows, at first and at last."""
 
-_NONE = 1e-4
+_NONE = 1e-6
 """A vector whose variance is below this share of the largest leaves."""
+
+_FREE, _TINY = 1e4, 1e-9
+"""Variance of the shares of known vectors; what is positive but for rounding."""
+
+_USED, _CLOSER = 9.0, 1.0
+"""Mean square of the shares of a position that is used, and the square that a change of words must
+gain, in units of their noise."""
+
+_BEGUN = 64
+"""Beginnings of the search for an order, at most."""
+
+_ALIKE = 0.999
+"""Cosine above which vectors hardly differ."""
 
 _POSITIONS = (32, 128)
 """Positions that texts may have."""
-
-_AT_ONCE = 2**25
-"""Numbers of vectors that are tested together."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +81,135 @@ class Support:
     Attributes:
         index_M: Which, the strongest first.
         left: Chi^2 of what they leave, for each degree of freedom.
+        cost: Chi^2 + 2 unknowns (Akaike 1974).
     """
 
     index_M: Tensor
     left: float
+    cost: float
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows that are mixes of vectors.
+
+    Attributes:
+        value_OD: The rows.
+        weight_OD: One over the variance of each number.
+        known_KD: Vectors that may be mixed in anyhow.
+    """
+
+    value_OD: Tensor
+    weight_OD: Tensor
+    known_KD: Tensor
+
+    @classmethod
+    def of(cls, matrix: LowRank, known_KD: Tensor) -> "_Rows":
+        """Takes the rows of a matrix as they came."""
+        return cls(matrix.value_OD, matrix.weight_OD.clamp_min(_TINY), known_KD)
+
+    def noisier(self, noise: float) -> "_Rows":
+        """Returns the rows as if noise of this variance were added."""
+        return replace(self, weight_OD=self.weight_OD / (1 + noise * self.weight_OD))
+
+    def learned(self, x_MD: Tensor, variance_M: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns which vectors stay, and the variance of their shares."""
+        known = len(self.known_KD)
+        both_MD = torch.cat([self.known_KD, x_MD])
+        right_OM = (self.weight_OD * self.value_OD) @ both_MD.T
+        inner_OMM = (self.weight_OD[:, None] * both_MD) @ both_MD.T
+        left_M = torch.arange(len(both_MD), device=x_MD.device)
+        for _ in range(_STEPS):
+            share_OM, factor_OMM = _shares(inner_OMM, right_OM, variance_M)
+            spread_OM = torch.cholesky_inverse(factor_OMM).diagonal(dim1=1, dim2=2)[:, known:]
+            strength_M = (1 - spread_OM / variance_M).clamp_min(_TINY).mean(0) / variance_M
+            variance_M = (share_OM[:, known:].square().mean(0) / strength_M).sqrt()
+            stays_M = variance_M > _NONE * variance_M.max()
+            variance_M = variance_M[stays_M]
+            stays_M = torch.cat([stays_M.new_ones(known), stays_M])
+            left_M, right_OM = left_M[stays_M], right_OM[:, stays_M]
+            inner_OMM = inner_OMM[:, stays_M][:, :, stays_M]
+        return left_M[known:] - known, variance_M
+
+    def entering(self, x_VD: Tensor, index_M: Tensor, variance_M: Tensor) -> Tensor:
+        """Returns which vectors enter: those with which the evidence grows most."""
+        both_MD = torch.cat([self.known_KD, x_VD[index_M]])
+        weighted_OMD = self.weight_OD[:, None] * both_MD
+        right_OM = (self.weight_OD * self.value_OD) @ both_MD.T
+        share_OM, factor_OMM = _shares(weighted_OMD @ both_MD.T, right_OM, variance_M)
+        left_OD = self.weight_OD * (self.value_OD - share_OM @ both_MD)
+        square_V = (x_VD @ left_OD.T).square().mean(1)
+        square_V[index_M] = 0
+        strength_V = x_VD.square() @ self.weight_OD.mean(0)
+        near_N = (square_V / strength_V).topk(min(_NEAR, len(x_VD))).indices
+        hidden_OMN = torch.linalg.solve_triangular(
+            factor_OMM, weighted_OMD @ x_VD[near_N].T, upper=False
+        )
+        strength_N = (strength_V[near_N] - hidden_OMN.square().sum(1).mean(0)).clamp_min(_TINY)
+        grown_N = square_V[near_N] / strength_N
+        best = grown_N.topk(min(_ENTER, len(grown_N)))
+        return near_N[best.indices[best.values > 1]]
+
+    def free_shares(self) -> tuple[Tensor, Tensor]:
+        """Returns the shares [O, K] of known vectors alone, and their variances [O, K]."""
+        right_OK = (self.weight_OD * self.value_OD) @ self.known_KD.T
+        inner_OKK = (self.weight_OD[:, None] * self.known_KD) @ self.known_KD.T
+        share_OK, factor_OKK = _shares(inner_OKK, right_OK, right_OK[0, :0])
+        return share_OK, torch.cholesky_inverse(factor_OKK).diagonal(dim1=1, dim2=2)
+
+    def significant(self, x_MD: Tensor, tested: int) -> Tensor:
+        """Returns which of some vectors explain more than the best of so many by chance.
+
+        Those that explain least leave first. The bound is that of Laurent and Massart (2000).
+        """
+        stays_M, rows = torch.arange(len(x_MD), device=x_MD.device), len(self.value_OD)
+        nats = math.log(tested)
+        bound = rows + 2 * math.sqrt(rows * nats) + 2 * nats
+        while len(stays_M):
+            both_KD = torch.cat([self.known_KD, x_MD[stays_M]])
+            share_OK, spread_OK = replace(self, known_KD=both_KD).free_shares()
+            square_M = (share_OK.square() / spread_OK).sum(0)[len(self.known_KD) :]
+            weak = int((square_M < bound).sum())
+            if not weak:
+                break
+            # Of vectors that resemble each other each seems to be needless beside the others.
+            strongest_M = square_M.argsort(descending=True)
+            stays_M = stays_M[strongest_M[: len(stays_M) - 1 - weak // _LEAVE]]
+        return stays_M
+
+    def completed(self, x_MD: Tensor) -> "_Rows":
+        """Returns rows whose numbers that are hardly known are those of these vectors' mixes.
+
+        They are made orthonormal beside known vectors.
+        """
+        stays_M, variance_M = self.learned(x_MD, x_MD.new_full((len(x_MD),), 1 / len(x_MD)))
+        both_MD = torch.cat([self.known_KD, x_MD[stays_M]])
+        right_OM = (self.weight_OD * self.value_OD) @ both_MD.T
+        inner_OMM = (self.weight_OD[:, None] * both_MD) @ both_MD.T
+        share_OM, factor_OMM = _shares(inner_OMM, right_OM, variance_M)
+        spread_OMD = torch.linalg.solve_triangular(
+            factor_OMM, both_MD.expand(len(factor_OMM), -1, -1), upper=False
+        )
+        own_OD, mixed_OD = 1 / self.weight_OD, spread_OMD.square().sum(1)
+        value_OD = self.value_OD.where(own_OD < mixed_OD, share_OM @ both_MD)
+        known = len(self.known_KD)
+        rest_OD = value_OD - share_OM[:, :known] @ self.known_KD
+        square_O, axis_OO = torch.linalg.eigh(rest_OD @ rest_OD.T / rest_OD.shape[1])
+        used_O = square_O > _NONE * square_O[-1]
+        turned_RO = (axis_OO[:, used_O] / square_O[used_O].sqrt()).T
+        variance_RD = turned_RO.square() @ own_OD.minimum(mixed_OD)
+        return _Rows(turned_RO @ value_OD, 1 / variance_RD, self.known_KD)
+
+
+def _shares(inner_OMM: Tensor, right_OM: Tensor, variance_M: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the shares [O, M] of vectors, and the Cholesky factors of their precisions.
+
+    Those before the ones whose variances are given are known vectors, and their shares are free.
+    """
+    free_K = variance_M.new_full((right_OM.shape[1] - len(variance_M),), _FREE)
+    precision_OMM = inner_OMM + torch.diag(1 / torch.cat([free_K, variance_M]))
+    factor_OMM = torch.linalg.cholesky(precision_OMM)
+    return torch.cholesky_solve(right_OM[..., None], factor_OMM)[..., 0], factor_OMM
 
 
 def sparse_support(
@@ -86,119 +225,179 @@ def sparse_support(
     """
     if not matrix.value_OD.numel():
         return None
-    # As in a fit, what did not come is known as little as a number of the order of 1.
-    noise_D = (1 / (matrix.weight_OD + 1)).mean(0).sqrt()
-    known_DK = torch.linalg.qr((known_KD.double() / noise_D).T)[0]
+    x_VD, known_KD = _unit(vector_VD), _unit(known_KD)
+    came = _Rows.of(matrix, known_KD)
+    rows, best = came, None
+    for _ in range(_PASSES):
+        support = _support(matrix, rows, x_VD, clock)
+        if support is not None:
+            support = _significant(matrix, came, x_VD, support)
+        if support is None or (best is not None and support.cost >= best.cost):
+            break
+        same = best is not None and {*support.index_M.tolist()} == {*best.index_M.tolist()}
+        best, rows = support, came.completed(x_VD[support.index_M])
+        if same:
+            break
+    return best
 
-    def beside(x_ND: Tensor) -> Tensor:
-        scaled_ND = x_ND.double() / noise_D
-        rest_ND: Tensor = scaled_ND - (scaled_ND @ known_DK) @ known_DK.T
-        return rest_ND
 
-    x_VD = F.normalize(beside(vector_VD))
-    _, size_R, rows_RD = torch.linalg.svd(beside(matrix.value_OD), full_matrices=False)
-    floor = float((1 / size_R.square()).mean().clamp_min(_END))
+def _support(matrix: LowRank, rows: _Rows, x_VD: Tensor, clock: Clock) -> Support | None:
+    """Returns the few vectors that explain a matrix, as these rows show them."""
+    known, count = len(rows.known_KD), len(matrix.value_OD)
     # More could be replaced by as many others.
-    most = (x_VD.shape[1] - len(known_KD) + len(rows_RD)) // 2 - SPARE
-    index_M, variance_M = torch.empty(0, dtype=torch.long, device=x_VD.device), size_R[:0]
-    before = set[int]()
+    most = (x_VD.shape[1] - known + count) // 2 - SPARE
+    index_M, variance_M = torch.empty(0, dtype=torch.long, device=x_VD.device), x_VD[:0, 0]
+    best, stale = None, 0
     for turn in range(_ROUNDS):
         if clock.up():
             return None
-        noise = max(floor, _BEGIN * (_END / _BEGIN) ** (turn / _ROUNDS))
-        entered_N = _entering(x_VD, index_M, variance_M, rows_RD, noise)
-        begin = float(variance_M.median()) / 10 if len(variance_M) else 1 / len(x_VD)
+        noisier = rows.noisier(_BEGIN * (_END / _BEGIN) ** (turn / _ROUNDS))
+        entered_N = noisier.entering(x_VD, index_M, variance_M)
         index_M = torch.cat([index_M, entered_N])
         if not len(index_M):
             return None
-        variance_M = torch.cat([variance_M, variance_M.new_full((len(entered_N),), begin)])
-        for _ in range(_STEPS):
-            x_MD = x_VD[index_M]
-            solved_DM = torch.cholesky_solve(x_MD.T, _factor(x_MD, variance_M, noise))
-            strength_M = (x_MD.T * solved_DM).sum(0)
-            share_MR = variance_M[:, None] * (solved_DM.T @ rows_RD.T)
-            variance_M = (share_MR.square().mean(1) / strength_M).sqrt()
-            stays_M = variance_M > _NONE * variance_M.max()
-            index_M, variance_M = index_M[stays_M], variance_M[stays_M]
-        same, before = before == {*index_M.tolist()}, {*index_M.tolist()}
-        if same and len(index_M) <= most:
-            left = matrix.left(torch.cat([known_KD, vector_VD[index_M]]))
-            if left < MISFIT:
-                return Support(index_M[variance_M.argsort(descending=True)], left)
-    return None
+        begin = variance_M.median() / 10 if len(variance_M) else x_VD.new_tensor(1 / _ENTER)
+        variance_M = torch.cat([variance_M, begin.expand(len(entered_N))])
+        stays_M, variance_M = noisier.learned(x_VD[index_M], variance_M)
+        index_M = index_M[stays_M]
+        if len(index_M) <= most:
+            left, square = matrix.left(torch.cat([rows.known_KD, x_VD[index_M]]))
+            cost = square + 2 * count * len(index_M)
+            stale += 1
+            if left < MISFIT and (best is None or cost < best.cost):
+                best, stale = Support(index_M[variance_M.argsort(descending=True)], left, cost), 0
+        if best is not None and (stale == _STALE or not len(entered_N)):
+            break
+    return best
 
 
-def _entering(
-    x_VD: Tensor, index_M: Tensor, variance_M: Tensor, rows_RD: Tensor, noise: float
-) -> Tensor:
-    """Returns which vectors enter: those with which the evidence grows most."""
-    x_MD = x_VD[index_M]
-    solved_DR = torch.cholesky_solve(rows_RD.T, _factor(x_MD, variance_M, noise))
-    # Woodbury: M numbers of each vector in place of D.
-    scaled_MD = variance_M.sqrt()[:, None] * x_MD
-    inner_MM = scaled_MD @ scaled_MD.T
-    inner_MM.diagonal().add_(noise)
-    root_MD = torch.linalg.solve_triangular(torch.linalg.cholesky(inner_MM), scaled_MD, upper=False)
-    grown = []
-    for some_ND in torch.split(x_VD, max(1, _AT_ONCE // x_VD.shape[1])):
-        strength_N = (1 - (some_ND @ root_MD.T).square().sum(1)).clamp_min(_END) / noise
-        grown.append((some_ND @ solved_DR).square().mean(1) / strength_N)
-    grown_V = torch.cat(grown)
-    grown_V[index_M] = 0
-    best = grown_V.topk(min(_ENTER, len(grown_V)))
-    return best.indices[best.values > 1]
+def _significant(matrix: LowRank, came: _Rows, x_VD: Tensor, support: Support) -> Support:
+    """Returns the vectors of a support that the rows need."""
+    index_M = support.index_M[came.significant(x_VD[support.index_M], len(x_VD))]
+    left, square = matrix.left(torch.cat([came.known_KD, x_VD[index_M]]))
+    return Support(index_M, left, square + 2 * len(matrix.value_OD) * len(index_M))
 
 
-def _factor(x_MD: Tensor, variance_M: Tensor, noise: float) -> Tensor:
-    """Returns the Cholesky factor [D, D] of the covariance of a row's numbers."""
-    covariance_DD = (x_MD.T * variance_M) @ x_MD
-    covariance_DD.diagonal().add_(noise)
-    factor_DD: Tensor = torch.linalg.cholesky(covariance_DD)
-    return factor_DD
+def _unit(x_ND: Tensor) -> Tensor:
+    """Returns vectors whose numbers have a root mean square of 1."""
+    unit_ND: Tensor = F.normalize(x_ND.double()) * math.sqrt(x_ND.shape[1])
+    return unit_ND
 
 
-def sparse_tokens(model: LanguageModel, matrix: LowRank, clock: Clock) -> Support | None:
+@dataclass(frozen=True)
+class Bag:
+    """The tokens of a batch, and their shares in rows of the first layer, in units of their noise.
+
+    Attributes:
+        tokens_N: The tokens, the strongest first.
+        left: Chi^2 of what they leave of the rows, for each degree of freedom.
+        token_NO: The shares of each token at all its places.
+        position_PO: Those of each position with all its tokens; P is 0 without learned positions.
+        alike_A: Tokens whose vectors hardly differ from that of one of these.
+    """
+
+    tokens_N: Tensor
+    left: float
+    token_NO: Tensor
+    position_PO: Tensor
+    alike_A: Tensor
+
+    @property
+    def told_apart(self) -> tuple[int, ...]:
+        """The tokens that no other could replace, in rising order."""
+        return tuple(sorted({*self.tokens_N.tolist()} - {*self.alike_A.tolist()}))
+
+    @property
+    def candidates(self) -> tuple[int, ...]:
+        """These tokens and all that could replace one, in rising order."""
+        return tuple(sorted({*self.tokens_N.tolist(), *self.alike_A.tolist()}))
+
+
+def sparse_tokens(model: LanguageModel, matrix: LowRank, clock: Clock) -> Bag | None:
     """Returns the tokens of a batch from rows of the first layer; None if nothing few explains it.
 
     Args:
-        model: With learned positions.
+        model: The model.
         matrix: The rows.
         clock: When time is up, the search ends.
     """
     token_VD, position_PD, constant_CD = model.family.token_table(model.module).directions()
     # Positions cost columns: those of long texts are taken only where short ones do not explain.
-    for positions in _POSITIONS:
+    for positions in sorted({min(most, len(position_PD)) for most in _POSITIONS}):
         known_KD = torch.cat([position_PD[:positions], constant_CD])
-        if len(known_KD) + SPARE < matrix.value_OD.shape[1]:
-            support = sparse_support(matrix, token_VD, known_KD, clock)
-            if support is not None:
-                return support
+        if len(known_KD) + SPARE >= matrix.value_OD.shape[1]:
+            continue
+        support = sparse_support(matrix, token_VD, known_KD, clock)
+        if support is not None:
+            tokens_N = support.index_M
+            axis_MD = torch.cat([known_KD, token_VD[tokens_N]]).double()
+            share_OM, spread_OM = _Rows.of(matrix, axis_MD).free_shares()
+            share_MO = (share_OM / spread_OM.mean(1, keepdim=True).sqrt()).T
+            return Bag(
+                tokens_N=tokens_N,
+                left=support.left,
+                token_NO=share_MO[len(known_KD) :],
+                position_PO=share_MO[:positions],
+                alike_A=_alike(token_VD, tokens_N),
+            )
     return None
 
 
-def placed_text(
-    model: LanguageModel, matrix: LowRank, tokens_N: Tensor, clock: Clock
-) -> Ids | None:
-    """Returns the text that a batch of one text has; None if its tokens have no order.
+def _alike(token_VD: Tensor, tokens_N: Tensor) -> Tensor:
+    """Returns the tokens whose vectors hardly differ from another one's, which is one of these."""
+    unit_VD = F.normalize(token_VD)
+    alike_NV = unit_VD[tokens_N] @ unit_VD.T > _ALIKE
+    alike_NV = alike_NV[alike_NV.sum(1) > 1]
+    return alike_NV.any(0).nonzero()[:, 0]
+
+
+def placed_text(bag: Bag) -> Ids | None:
+    """Returns the text of a batch of one text; None without learned positions.
+
+    The shares of a token are the sum of those of its places. Where sums do not agree, places are
+    given other tokens, again and again from another beginning, and the best order counts.
 
     Args:
-        model: With learned positions.
-        matrix: Rows of the first layer.
-        tokens_N: Of the text, each once.
-        clock: When time is up, the search ends.
+        bag: The tokens of the text.
     """
-    table = model.family.token_table(model.module)
-    most = min(model.max_length, matrix.value_OD.shape[1] - SPARE)
-    pairs_2A = torch.cartesian_prod(tokens_N, torch.arange(most, device=tokens_N.device)).T
-    tokens_A, position_A = pairs_2A
-    support = sparse_support(matrix, table(tokens_A, position_A), table.token_VD[:0], clock)
-    if support is None:
+    used_P = bag.position_PO.square().mean(1) > _USED
+    if not used_P.any():
         return None
-    at_position = dict[int, int]()
-    for index in support.index_M.tolist():  # The strongest first.
-        at_position.setdefault(int(position_A[index]), int(tokens_A[index]))
-    end = model.tokenizer.sep_token_id
-    ends = [position for position, token in sorted(at_position.items()) if token == end]
-    if not ends or any(position not in at_position for position in range(ends[0])):
-        return None
-    return tuple(at_position[position] for position in range(ends[0] + 1))
+    place_TO, token_NO = bag.position_PO[: int(used_P.nonzero()[-1]) + 1], bag.token_NO
+    rng = torch.Generator(place_TO.device).manual_seed(0)
+    index_T, least = torch.cdist(place_TO, token_NO).argmin(1), math.inf
+    best_T = index_T
+    for _ in range(_BEGUN):
+        index_T, left_NO = _closer(place_TO, token_NO, index_T)
+        square = float(left_NO.square().sum())
+        best_T, least = (index_T, square) if square < least else (best_T, least)
+        wrong_N = (left_NO.square().mean(1) > _USED).nonzero()[:, 0]
+        again_T = torch.isin(index_T, wrong_N)
+        if not again_T.any():
+            break
+        drawn = torch.randint(len(wrong_N), (int(again_T.sum()),), generator=rng)
+        index_T = index_T.masked_scatter(again_T, wrong_N[drawn])
+    return tuple(bag.tokens_N[best_T].tolist())
+
+
+def _closer(place_TO: Tensor, token_NO: Tensor, index_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns which token each place has, and what is left of tokens' shares.
+
+    One place is given another token, or two exchange theirs, as long as less is left.
+    """
+    index_T = index_T.clone()
+    while True:
+        left_NO = token_NO.index_add(0, index_T, place_TO, alpha=-1)
+        left_TO = left_NO[index_T]
+        other_TN = (place_TO * (left_TO + place_TO)).sum(1, keepdim=True) - place_TO @ left_NO.T
+        between_TTO = place_TO[:, None] - place_TO
+        exchanged_TT = (between_TTO * (between_TTO + left_TO[:, None] - left_TO)).sum(2)
+        change, best = torch.cat([other_TN, exchanged_TT], 1).flatten().min(0)
+        if change > -_CLOSER:
+            return index_T, left_NO
+        place, column = divmod(int(best), other_TN.shape[1] + len(place_TO))
+        if column < other_TN.shape[1]:
+            index_T[place] = column
+        else:
+            pair = [place, column - other_TN.shape[1]]
+            index_T[pair] = index_T[pair[::-1]]

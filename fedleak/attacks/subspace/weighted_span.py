@@ -199,12 +199,13 @@ class LowRank:
         axis_RD = torch.linalg.qr(axis_RD.T)[0].T
         return replace(self, axis_RD=axis_RD, square=square)
 
-    def left(self, axis_RD: Tensor) -> float:
-        """Returns chi^2 of what axes leave of the matrix, for each degree of freedom."""
+    def left(self, axis_RD: Tensor) -> tuple[float, float]:
+        """Returns chi^2 of what axes leave of the matrix, for each degree of freedom and in all."""
         axis_RD = F.normalize(axis_RD.double())
         left_OD = self.value_OD - self._parts(axis_RD) @ axis_RD
         free = int(self.weight_OD.count_nonzero()) - len(left_OD) * len(axis_RD)
-        return float((self.weight_OD * left_OD.square()).sum()) / max(free, 1)
+        square = float((self.weight_OD * left_OD.square()).sum())
+        return square / max(free, 1), square
 
     def rows(self) -> WeightedSpan:
         """Returns the span of the rows as they came, each number with its own noise."""

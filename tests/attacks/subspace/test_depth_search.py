@@ -16,6 +16,7 @@ from fedleak.attacks.subspace.answer import Judged
 from fedleak.attacks.subspace.dager import Dager
 from fedleak.attacks.subspace.depth_search import read_depths, spanned_layers
 from fedleak.attacks.subspace.span import ACCEPT
+from fedleak.attacks.subspace.sparse_bayes import sparse_tokens
 from fedleak.attacks.subspace.update_evidence import log_probabilities
 from fedleak.models import CAUSAL_LM, CLASSIFICATION
 from fedleak.models.lora import Lora, adapt_
@@ -24,6 +25,9 @@ from fedleak.training.recipe import Recipe
 from fedleak.util.rng import stream
 
 CLIPPED = Recipe(optimiser="adamw", max_grad_norm=0.05)
+BEYOND = 100
+"""Tokens that need not pass: none is left out."""
+
 TEXTS = ["she told us that", "nobody knows it all"]
 
 
@@ -88,6 +92,44 @@ def test_an_encoders_tokens_are_more_than_its_adapters_have_rows(adapted, sent, 
         assert replay.replay(model, answer.sequences, seen).verified
 
 
+@pytest.mark.parametrize(("family", "rows"), [("llama", 4), ("gpt2", 2)])
+def test_a_decoders_tokens_are_more_than_its_adapters_have_rows(adapted, sent, family, rows):
+    model = adapted(family, rank=2, width=128)
+    own, seen = sent(model, TEXTS)
+    answer = Dager(seconds=5.0)(seen, model, rng=stream(0, "attack"))
+    assert answer.diagnostics["rows"] == rows
+    assert set(answer.tokens) == {token for ids in own for token in ids[:-1]}
+    named = Auto(seconds=5.0)(seen, model, rng=stream(0, "attack"))
+    assert not named.verified
+    assert set(named.tokens) == set(answer.tokens)
+
+
+def test_positions_give_the_order_of_one_text(adapted, sent):
+    model = adapted("gpt2", rank=4, width=128)
+    (own,), seen = sent(model, ["she told us that nobody knows it all, she told us that"])
+    (text,) = Dager()(seen, model, rng=stream(0, "attack")).sequences
+    assert certificate.close(model, text) == own
+
+
+@torch.no_grad()
+def test_words_that_no_vector_tells_apart_are_tried_by_their_likelihood(adapted, sent):
+    model = adapted(rank=8, width=128)
+    (own,), seen = sent(model, ["she told us that nobody knows it all"])
+    word, others = own[4], [300, 301, 302]
+    embedding = model.module.get_input_embeddings().weight
+    embedding[others] = embedding[word].clone()
+    behind = behind_adam(seen, model)
+    matrix, _, _ = depth_search.layer_rows(model, behind, 0)
+    bag = sparse_tokens(model, matrix, UNLIMITED)
+    assert {*bag.alike_A.tolist()} == {word, *others}
+    assert {*bag.told_apart} == {*own[:-1]} - {word}
+    assert {*bag.candidates} == {*own[:-1], *others}
+    layers = next(spanned_layers(model, behind, UNLIMITED))
+    slot = list(depth_search._slots(model, layers[0], bag))[5]
+    assert {*slot.tokens_N.tolist()} == {*bag.candidates}
+    assert {*slot.tokens_N[: slot.nearest].tolist()} == {*bag.tokens_N.tolist()}
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_of_a_classifier_the_best_prefixes_are_the_answer(adapted, sent, family):
     """Its labels are not known, so that no gradient tells where a text ends."""
@@ -115,7 +157,7 @@ def test_each_state_counts_by_what_those_before_it_do_not_explain(adapted, sent)
     layers = next(spanned_layers(model, behind_adam(seen, model), UNLIMITED))
     beam = depth_search._Beam.empty(layers)
     for token in own[:-1]:
-        beam = depth_search._grown(model, beam, torch.tensor([[token]]), layers, 1)
+        beam = depth_search._grown(model, beam, torch.tensor([[token]]), layers, 1, BEYOND)
     assert beam.ids == [own[:-1]]
     with listening([layer.module for layer in layers]) as heard:
         model.module.base_model(input_ids=torch.tensor([own[:-1]]))
@@ -156,7 +198,7 @@ def test_a_text_of_more_tokens_than_rows_is_read(adapted, sent, family, rank):
     (layers,) = spanned_layers(model, behind, UNLIMITED)
     rows = len(layers[0].span.axis_RD)
     assert len(own) - 1 > rows
-    (text,) = read_depths(model, behind, UNLIMITED, unheard)
+    (text,) = read_depths(model, behind, None, UNLIMITED, unheard)
     assert certificate.close(model, text.ids) == own
 
 
@@ -179,7 +221,7 @@ def test_rows_are_tried_where_texts_of_the_fits_leave_too_much(
 
     monkeypatch.setattr(depth_search, "_batch", batch)
     monkeypatch.setattr(depth_search, "_prefixes", lambda *_: [])
-    assert read_depths(model, behind_adam(seen, model), UNLIMITED, unheard) == [chosen]
+    assert read_depths(model, behind_adam(seen, model), None, UNLIMITED, unheard) == [chosen]
 
 
 def test_behind_rows_a_text_may_end_long_before_its_prefixes(adapted, sent):
@@ -194,17 +236,15 @@ def test_behind_rows_a_text_may_end_long_before_its_prefixes(adapted, sent):
 
 
 @torch.no_grad()
-def test_next_tokens_are_the_nearest_and_the_likeliest_of_those_that_pass(
-    adapted, sent, monkeypatch
-):
+def test_next_tokens_are_the_nearest_and_the_likeliest_of_those_that_pass(adapted, sent):
     model = adapted(rank=2, width=128)
     (own,), seen = sent(model, ["she told us that nobody knows it all"])
     (layers,) = spanned_layers(model, behind_adam(seen, model), UNLIMITED)
     beam = depth_search._Beam.empty(layers)
     for token in own[:5]:
-        beam = depth_search._grown(model, beam, torch.tensor([[token]]), layers, 1)
-    monkeypatch.setattr(depth_search, "_PROPOSED", 4)
-    slot = list(depth_search._slots(model, layers[0]))[5]
+        beam = depth_search._grown(model, beam, torch.tensor([[token]]), layers, 1, BEYOND)
+    slot = list(depth_search._slots(model, layers[0], None))[5]
+    slot = replace(slot, nearest=4, likeliest=4)
     (proposed,) = depth_search._proposed(model, beam, slot).tolist()
     excess_V = layers[0].span.beside(beam.known[0][0]).estimate(slot.x_VD)
     nearest = excess_V.argsort().tolist()
@@ -223,7 +263,7 @@ def test_without_time_no_span_is_fitted_and_in_a_first_round_there_is_none(adapt
     assert [layer.whole for layer in of_rows[0]] == [False] * 4
     narrow = adapted(rank=2, first=True)
     _, seen = sent(narrow, TEXTS[:1])
-    assert read_depths(narrow, behind_adam(seen, narrow), UNLIMITED, unheard) is None
+    assert read_depths(narrow, behind_adam(seen, narrow), None, UNLIMITED, unheard) is None
 
 
 def test_layers_whose_adapters_were_not_sent_are_left_out(adapted, sent):

@@ -1,10 +1,12 @@
 """Sparse Bayesian learning finds the few vectors that rows are mixes of."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from fedleak.attacks.clock import UNLIMITED, Clock
-from fedleak.attacks.subspace.sparse_bayes import sparse_support
+from fedleak.attacks.subspace.sparse_bayes import Bag, placed_text, sparse_support
 from fedleak.attacks.subspace.weighted_span import LowRank
 
 WIDTH, VECTORS, KNOWN = 64, 400, 5
@@ -51,6 +53,37 @@ def test_vectors_that_resemble_each_other_are_told_apart(rng: torch.Generator) -
     support = sparse_support(noisy(mixed_OD, rng), vector_VD, vector_VD[:0], UNLIMITED)
     assert support is not None
     assert sorted(support.index_M.tolist()) == right
+
+
+def test_numbers_whose_noise_differs_most_hide_nothing(rng: torch.Generator) -> None:
+    """As behind a step of Adam, where a fifth of them does not even come."""
+    vector_VD = random(VECTORS, WIDTH, rng=rng)
+    right = torch.randperm(VECTORS, generator=rng)[:12]
+    rows_OD = random(6, 12, rng=rng) @ vector_VD[right]
+    size_OD = 10 ** (4 * torch.rand(rows_OD.shape, generator=rng).double() - 4)
+    size_OD[torch.rand(rows_OD.shape, generator=rng) < 0.2] = torch.inf
+    noise_OD = random(*rows_OD.shape, rng=rng) * size_OD.nan_to_num(posinf=10.0)
+    matrix = LowRank.of(rows_OD + noise_OD, size_OD.square())
+    support = sparse_support(matrix, vector_VD, vector_VD[:0], UNLIMITED)
+    assert support is not None
+    assert sorted(support.index_M.tolist()) == sorted(right.tolist())
+
+
+@pytest.mark.parametrize("rows", [2, 8])
+def test_a_text_of_repeated_tokens_is_placed(rows: int, rng: torch.Generator) -> None:
+    own = (7, 3, 5, 3, 9, 5, 3, 11, 12, 4)
+    place_TO = 50 * random(len(own), rows, rng=rng)
+    tokens_N = torch.tensor(sorted({*own}))
+    token_NO = torch.stack(
+        [place_TO[[token == word for token in own]].sum(0) for word in tokens_N.tolist()]
+    )
+    position_PO = torch.cat([place_TO, torch.zeros(5, rows)])
+    noisy_token_NO, noisy_position_PO = (
+        shares + random(*shares.shape, rng=rng) for shares in (token_NO, position_PO)
+    )
+    bag = Bag(tokens_N, 1.0, noisy_token_NO, noisy_position_PO, tokens_N[:0])
+    assert placed_text(bag) == own
+    assert placed_text(replace(bag, position_PO=position_PO[:0])) is None
 
 
 def test_rows_that_few_vectors_do_not_explain_have_no_support(rng: torch.Generator) -> None:
