@@ -365,12 +365,12 @@ def placed_text(bag: Bag) -> Ids | None:
         return None
     place_TO, token_NO = bag.position_PO[: int(used_P.nonzero()[-1]) + 1], bag.token_NO
     rng = torch.Generator(place_TO.device).manual_seed(0)
-    index_T, least = torch.cdist(place_TO, token_NO).argmin(1), math.inf
+    index_T, smallest = torch.cdist(place_TO, token_NO).argmin(1), math.inf
     best_T = index_T
     for _ in range(_BEGUN):
         index_T, left_NO = _closer(place_TO, token_NO, index_T)
         square = float(left_NO.square().sum())
-        best_T, least = (index_T, square) if square < least else (best_T, least)
+        best_T, smallest = (index_T, square) if square < smallest else (best_T, smallest)
         wrong_N = (left_NO.square().mean(1) > _USED).nonzero()[:, 0]
         again_T = torch.isin(index_T, wrong_N)
         if not again_T.any():
