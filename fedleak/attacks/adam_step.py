@@ -33,6 +33,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from fedleak.attacks.measured_gradient import MeasuredGradient
 from fedleak.models import LanguageModel
 from fedleak.training.observation import Observation, UpdateKind
 
@@ -54,7 +55,7 @@ _OFF_GRID = 0.2
 of small ones, as adapters have, a tenth. Of steps that carry noise nearly all are off it."""
 
 
-class BehindAdam(Observation):
+class BehindAdam(MeasuredGradient):
     """The gradient behind a step of Adam, as a gradient that came, but for rounding of the step."""
 
     def variance(self, model: LanguageModel, name: str) -> Tensor:

@@ -31,8 +31,8 @@ from torch import Tensor
 
 from fedleak.attacks import AttackSetting, Show, certificate
 from fedleak.attacks.adam_step import BehindAdam, behind_adam
-from fedleak.attacks.certificate import NOTHING_PROVED
 from fedleak.attacks.clock import Clock, Seconds
+from fedleak.attacks.measured_gradient import MeasuredGradient, measured
 from fedleak.attacks.subspace.answer import (
     Judged,
     OnJudged,
@@ -116,10 +116,12 @@ class Dager(Reader):
         """
         clock, tell = Clock(self.seconds), telling(on_progress, model)
         behind = behind_adam(seen, model)
-        step = None if behind is None else _of_step(model, behind, clock, tell)
-        if step is not None:
-            return step
-        spans = layer_spans(model, certificate.as_gradient(seen))
+        spans = None if behind else layer_spans(model, certificate.as_gradient(seen))
+        if spans is None or not (spans.first.exact and spans.second.exact):
+            gradient = behind or measured(seen)
+            by_rows = None if gradient is None else _by_rows(model, seen, gradient, clock, tell)
+            if by_rows is not None:
+                return by_rows
         if spans is None:
             return Reading.none(
                 "nothing proved: the gradients' row space has no end above their noise, or holds "
@@ -162,34 +164,42 @@ class Dager(Reader):
         return Reading.of(recovered(sequences, verdict, diagnostics=diagnostics, reason=reason))
 
 
-def _of_step(
-    model: LanguageModel, behind: BehindAdam, clock: Clock, tell: OnJudged
+def _by_rows(
+    model: LanguageModel,
+    seen: Observation,
+    gradient: MeasuredGradient,
+    clock: Clock,
+    tell: OnJudged,
 ) -> Reading | None:
-    """Returns the tokens of a step of Adam, by adapters, and its texts; None if nothing shows them.
+    """Returns the tokens that rows of adapters are mixes of, and their texts; None: nothing shows.
 
-    A decoder's texts are read in order, and one text by its positions if the model has them.
+    One text is read in order by its positions if the model has them, and else a decoder's texts
+    behind a step of Adam are.
     """
-    names, bag, texts = adapters_of(model, behind, 0), None, None
+    names, bag, texts = adapters_of(model, gradient, 0), None, None
     if names and names[0].endswith(LORA_A):  # earlier rounds have trained it
-        matrix, _, _ = layer_rows(model, behind, 0)
+        matrix, _, _ = layer_rows(model, gradient, 0)
         bag = sparse_tokens(model, matrix, clock)
-    if bag is not None and behind.update.num_examples == 1:
+    if bag is not None and gradient.update.num_examples == 1:
         text = placed_text(bag)
         texts = None if text is None else [Judged(text, bag.left, math.inf)]
-    if texts is None and model.family.causal:
-        texts = read_depths(model, behind, bag, clock, tell)
-    if bag is None:
-        if not texts:
-            return None
-        answer = recovered(texts, NOTHING_PROVED, diagnostics=clock.late(), reason=_EXPLAINED)
-        return Reading.of(answer)
+    if texts is None and model.family.causal and isinstance(gradient, BehindAdam):
+        texts = read_depths(model, gradient, bag, clock, tell)
+    if not texts and bag is None:
+        return None
+    verdict = certificate.judge(model, [text.ids for text in texts or []], seen, clock)
+    diagnostics: dict[str, Any] = clock.late()
+    if bag is not None:
+        diagnostics |= {"rows": bag.token_NO.shape[1], "left": bag.left}
     answer = recovered(
         texts or [],
-        NOTHING_PROVED,
-        tokens=bag.told_apart,
-        diagnostics={"rows": bag.token_NO.shape[1], "left": bag.left} | clock.late(),
+        verdict,
+        tokens=None if bag is None or verdict.verified else bag.told_apart,
+        diagnostics=diagnostics,
         reason=_EXPLAINED if texts else _TOKENS,
     )
+    if bag is None:
+        return Reading.of(answer)
     answer = answer if texts else replace(answer, sequences=None)
     return Reading.of(answer, tokens=bag.candidates, named=bag.told_apart)
 

@@ -36,9 +36,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedleak.attacks import certificate
-from fedleak.attacks.adam_step import BehindAdam
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.listening import AllHeardError, listening
+from fedleak.attacks.measured_gradient import MeasuredGradient
 from fedleak.attacks.reconstruction import Ids
 from fedleak.attacks.subspace.answer import Judged, OnJudged, by_excess, distinct
 from fedleak.attacks.subspace.span import ACCEPT, SPARE
@@ -124,7 +124,7 @@ class SpannedLayer(NamedTuple):
 
 
 def spanned_layers(
-    model: LanguageModel, behind: BehindAdam, clock: Clock, rank: int = 1
+    model: LanguageModel, behind: MeasuredGradient, clock: Clock, rank: int = 1
 ) -> Iterator[list[SpannedLayer]]:
     """Yields the spans of the first layer and of some others: of all tokens, then of the rows.
 
@@ -169,7 +169,7 @@ def _fits(matrices: Sequence[LowRank], clock: Clock, rank: int) -> list[LowRank]
     return [fit.wider(rank - fit.rank) for fit in fits]
 
 
-def adapters_of(model: LanguageModel, behind: BehindAdam, layer: int) -> list[str]:
+def adapters_of(model: LanguageModel, behind: MeasuredGradient, layer: int) -> list[str]:
     """Returns the names of the matrices of a layer's adapters whose rows are mixes of its inputs.
 
     In the first round they are second ones. Of these that of values alone is taken: the first token
@@ -182,7 +182,7 @@ def adapters_of(model: LanguageModel, behind: BehindAdam, layer: int) -> list[st
 
 
 def layer_rows(
-    model: LanguageModel, behind: BehindAdam, layer: int
+    model: LanguageModel, behind: MeasuredGradient, layer: int
 ) -> tuple[LowRank, nn.Module, Tensor | None]:
     """Returns what came of a layer's rows, what multiplies its inputs, and their projection."""
     names, first_DI = adapters_of(model, behind, layer), None
@@ -228,7 +228,7 @@ class _Beam:
 
 def read_depths(
     model: LanguageModel,
-    behind: BehindAdam,
+    behind: MeasuredGradient,
     bag: Bag | None,
     clock: Clock,
     tell: OnJudged,
@@ -458,7 +458,7 @@ class _Batch(NamedTuple):
 
 def _batch(
     model: LanguageModel,
-    behind: BehindAdam,
+    behind: MeasuredGradient,
     prefixes: Sequence[Judged],
     whole: bool,
     clock: Clock,
@@ -504,7 +504,7 @@ def _batch(
     return _Batch([pool[i] for i in best] if left < _LEFT * square else [], left / noise)
 
 
-def _weight(model: LanguageModel, behind: BehindAdam, name: str) -> Tensor:
+def _weight(model: LanguageModel, behind: MeasuredGradient, name: str) -> Tensor:
     """Returns what numbers of a tensor count: zero for those that are not known."""
     gradient = behind.update.tensors[name]
     came = behind.variance(model, name).isfinite() & (gradient != 0)

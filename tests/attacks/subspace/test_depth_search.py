@@ -11,6 +11,7 @@ from fedleak.attacks.adam_step import behind_adam
 from fedleak.attacks.auto.attack import Auto
 from fedleak.attacks.clock import UNLIMITED, Clock
 from fedleak.attacks.listening import listening
+from fedleak.attacks.measured_gradient import measured
 from fedleak.attacks.subspace import depth_search
 from fedleak.attacks.subspace.answer import Judged
 from fedleak.attacks.subspace.dager import Dager
@@ -109,6 +110,46 @@ def test_positions_give_the_order_of_one_text(adapted, sent):
     (own,), seen = sent(model, ["she told us that nobody knows it all, she told us that"])
     (text,) = Dager()(seen, model, rng=stream(0, "attack")).sequences
     assert certificate.close(model, text) == own
+
+
+@pytest.mark.parametrize(
+    ("count", "how"),
+    [
+        (1, {"kind": UpdateKind.GRADIENT}),
+        (2, {"kind": UpdateKind.GRADIENT}),
+        (2, {"kind": UpdateKind.DELTA, "batch_size": 1}),
+    ],
+    ids=["text", "batch", "steps of SGD"],
+)
+def test_sums_of_gradients_show_as_much_as_a_step_of_adam(adapted, observe, count, how):
+    model = adapted("bert", rank=2, width=128, task=CLASSIFICATION)
+    observed = observe(model, TEXTS[:count], **how)
+    answer = Dager()(observed.seen, model, rng=stream(0, "attack"))
+    assert set(answer.tokens) == {token for ids in observed.sequences for token in ids}
+    if count == 1:
+        assert list(answer.sequences) == observed.sequences
+        assert answer.verified
+    else:
+        assert answer.sequences is None
+        assert not answer.verified
+
+
+def test_a_decoders_gradient_shows_more_tokens_than_rows(adapted, observe):
+    model = adapted(rank=4, width=128)
+    observed = observe(model, TEXTS)
+    answer = Dager()(observed.seen, model, rng=stream(0, "attack"))
+    inputs = {token for ids in observed.sequences for token in ids[:-1]}
+    assert answer.diagnostics["rows"] < len(inputs)
+    assert set(answer.tokens) == inputs
+
+
+def test_dropout_or_noise_hides_of_which_vectors_rows_are_mixes(adapted, observe):
+    model = adapted("bert", rank=2, width=128, task=CLASSIFICATION)
+    seen = observe(model, TEXTS).seen
+    for known in ({"dropout": True}, {"noise_scale": 1e-3}):
+        hidden = replace(seen, knowledge=replace(seen.knowledge, **known))
+        assert measured(hidden) is None
+        assert Dager()(hidden, model, rng=stream(0, "attack")).tokens is None
 
 
 @torch.no_grad()
