@@ -1,7 +1,7 @@
-"""What attacks read of an encoder's update, whole or of adapters, after one step of AdamW.
+"""What attacks read of an encoder's update, whole or of adapters, after a step of AdamW, or SGD.
 
     python experiments/benchmarks/adam_step.py --model FOLDER --texts FILE [--batch 4]
-        [--attack auto] [--seconds 60] [--rate 5e-5] [--clip 1] [--dropout] [--rank 8]
+        [--attack auto] [--seconds 60] [--rate 5e-5] [--clip 1] [--dropout] [--rank 8] [--sgd]
 
 FILE has a text on each line. The classifier is new, with two classes. With `--rank` adapters are
 trained, on other texts first, as in earlier rounds. Seconds are CPU time of this process. Beside
@@ -51,6 +51,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dropout", action="store_true")
     parser.add_argument("--rank", type=int, help="of adapters (all weights)")
+    parser.add_argument("--sgd", action="store_true", help="steps of SGD, each of one text")
     options = parser.parse_args()
     torch.set_num_threads(1)
     lora = Lora(options.rank, 2 * options.rank) if options.rank else None
@@ -70,9 +71,11 @@ def main() -> None:
     made: Any = kinds()[options.attack]
     attack = made(seconds=options.seconds)
     recipe = Recipe(optimiser="adamw", weight_decay=0.01, max_grad_norm=options.clip)
+    if options.sgd:
+        recipe = Recipe(max_grad_norm=options.clip)
     how = LocalTraining(
         kind=UpdateKind.DELTA,
-        batch_size=options.batch,
+        batch_size=1 if options.sgd else options.batch,
         epochs=1,
         learning_rate=options.rate,
         dropout=options.dropout,
@@ -80,7 +83,7 @@ def main() -> None:
     )
     known = Knowledge(
         learning_rate=options.rate,
-        local_steps=1,
+        local_steps=options.batch if options.sgd else 1,
         local_epochs=1,
         dropout=options.dropout,
         recipe=recipe,

@@ -11,6 +11,9 @@ from fedleak.training.observation import Observation, UpdateKind
 _ROUNDING = 1e-5
 """Error of a number, at least, as a share of the root mean square of its parameter."""
 
+_EPS = 2.0**-24
+"""Error of a float32, at most, as a share of it."""
+
 
 class MeasuredGradient(Observation):
     """A gradient, or a sum of gradients, of whose numbers the noise is known."""
@@ -22,8 +25,14 @@ class MeasuredGradient(Observation):
             model: At the broadcast weights.
             name: Of the parameter.
         """
-        gradient_X = self.update.tensors[name].double()
-        return (_ROUNDING**2 * gradient_X.square().mean()).expand_as(gradient_X)
+        gradient_X, known = self.update.tensors[name].double(), self.knowledge
+        variance_X = (_ROUNDING**2 * gradient_X.square().mean()).expand_as(gradient_X)
+        if not known.learning_rate:
+            return variance_X
+        # Weights that a client changed were rounded after each step, and so is their difference.
+        weight_X = model.module.get_parameter(name).detach().double()
+        ulp_X = weight_X.abs() * _EPS / known.learning_rate
+        return variance_X + (known.local_steps or 1) * ulp_X.square() / 3
 
 
 def measured(seen: Observation) -> MeasuredGradient | None:
@@ -32,7 +41,7 @@ def measured(seen: Observation) -> MeasuredGradient | None:
     if not known.adds_up or known.dropout or known.noise_scale:
         return None
     tensors = certificate.as_gradient(seen)
+    if seen.update.kind == UpdateKind.GRADIENT:  # No weight was rounded.
+        known = replace(known, learning_rate=None)
     update = replace(seen.update, kind=UpdateKind.GRADIENT, tensors=tensors)
-    return MeasuredGradient(
-        round=seen.round, client=seen.client, update=update, knowledge=seen.knowledge
-    )
+    return MeasuredGradient(round=seen.round, client=seen.client, update=update, knowledge=known)

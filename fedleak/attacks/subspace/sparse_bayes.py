@@ -8,25 +8,34 @@ explain the rows, the one with the fewest vectors is sought. Two rows can be eno
 N O shares, and known are D O numbers; no more than (D + O) / 2 vectors are told apart (Chen and Huo
 2006).
 
-Each vector a_i has shares in all rows, of variance y_i, and S = noise I + sum of y_i a_i a_i^T is
-the covariance of a row's numbers. Evidence for y (Wipf and Rao 2007, M-SBL) is maximised by
+Each number has noise of its own, as behind a step of Adam, where some numbers are known within a
+thousandth and others not at all. Vector x_i has shares of variance y_i in all rows, and S_o =
+W_o^-1 + sum of y_i x_i x_i^T is the covariance of the numbers of row o, with W_o their weights.
+The evidence for y (Wipf and Rao 2007, M-SBL) is maximised by
 
-    y_i <- sqrt( mean over rows of (y_i a_i^T S^-1 g)^2 / (a_i^T S^-1 a_i) )
+    y_i <- sqrt( mean over rows of (y_i x_i^T S_o^-1 g_o)^2 / mean of x_i^T S_o^-1 x_i )
 
 which lowers its cost at each step (Wipf and Nagarajan 2010), and most y_i go to zero. Vectors enter
-where evidence grows with them: where mean (a_i^T S^-1 g)^2 > a_i^T S^-1 a_i (Tipping and Faul
-2003). The noise begins large and falls, so that strong vectors come first. Rows are made
-orthonormal before, so that strong ones do not hide what weak ones show (Davies and Eldar 2012).
-The search ends once the same vectors stay, and explain all rows but for their noise.
+where evidence grows with them: where mean (x_i^T S_o^-1 g_o)^2 > mean x_i^T S_o^-1 x_i (Tipping and
+Faul 2003). Noise is added that begins large and falls, so that strong vectors come first. Once
+vectors explain the rows, those leave that explain no more than the best of the vocabulary would by
+chance.
+
+Strong rows hide what weak ones show, and of rows whose noise is alike this is mended by making them
+orthonormal (Davies and Eldar 2012). So the search begins again by rows in which numbers that are
+hardly known are those of the mixes found so far, as long as fewer vectors, or closer ones, explain
+the rows as they came.
 
 With learned positions an input is (token + position) / sigma + constant, so tokens are sought
-beside all positions and the constant, and then a text's pairs of a token and a position.
+beside all positions and the constant. A token then has the sum of the shares of its places, which
+are known: for one text that is its order. In a batch, several tokens share each position.
 
-Limits: the first layer only, fewer tokens and positions than columns, one step without dropout.
-Pairs are told apart for one text: in a batch, three of two tokens at two places mix to the fourth.
+Limits: the first layer only, no dropout, fewer tokens and positions than columns. Words whose
+vectors hardly differ, as those that a model did not meet in training, are not told apart.
 
 Shapes: O rows, D columns, V vectors, M vectors that may mix, K directions that are in rows anyhow,
-N vectors, R orthonormal rows.
+N vectors or tokens, P positions, T places of a text, A tokens that resemble others, R orthonormal
+rows.
 """
 
 import math
@@ -44,6 +53,9 @@ from fedleak.models import LanguageModel
 
 _PASSES, _ROUNDS, _STEPS = 4, 24, 10
 """Searches, at most; times that vectors enter in each, and steps of learning after each."""
+
+_CROWD = 1.5
+"""More vectors than this, in units of how many are told apart, are no few."""
 
 _STALE, _LEAVE = 3, 16
 """Times in vain that end a search; of vectors that seem needless this part leaves at once."""
@@ -260,6 +272,8 @@ def _support(matrix: LowRank, rows: _Rows, x_VD: Tensor, clock: Clock) -> Suppor
         variance_M = torch.cat([variance_M, begin.expand(len(entered_N))])
         stays_M, variance_M = noisier.learned(x_VD[index_M], variance_M)
         index_M = index_M[stays_M]
+        if len(index_M) > _CROWD * most:
+            break
         if len(index_M) <= most:
             left, square = matrix.left(torch.cat([rows.known_KD, x_VD[index_M]]))
             cost = square + 2 * count * len(index_M)
