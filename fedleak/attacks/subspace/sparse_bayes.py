@@ -54,14 +54,15 @@ from fedleak.models import LanguageModel
 _PASSES, _ROUNDS, _STEPS = 4, 24, 10
 """Searches, at most; times that vectors enter in each, and steps of learning after each."""
 
-_CROWD = 1.5
-"""More vectors than this, in units of how many are told apart, are no few."""
+_EXPLAINED = 1.25
+"""Chi^2 of what vectors leave, for each degree of freedom and but for its own spread, or they are
+not those of the rows."""
 
 _STALE, _LEAVE = 3, 16
 """Times in vain that end a search; of vectors that seem needless this part leaves at once."""
 
-_ENTER, _NEAR = 64, 1024
-"""Vectors that enter at once, at most, and those that are tested for it."""
+_ENTER, _NEAR, _COMPARED = 64, 1024, 512
+"""Vectors that enter at once, at most, those that are tested for it, and of these the best."""
 
 _BEGIN, _END = 1e-1, 1e-8
 """Variance of the noise of orthonormal rows, at first and at last."""
@@ -93,12 +94,20 @@ class Support:
     Attributes:
         index_M: Which, the strongest first.
         left: Chi^2 of what they leave, for each degree of freedom.
+        square: Chi^2 of what they leave.
         cost: Chi^2 + 2 unknowns (Akaike 1974).
     """
 
     index_M: Tensor
     left: float
+    square: float
     cost: float
+
+    @property
+    def explains(self) -> bool:
+        """Whether what is left may be noise."""
+        spread = math.sqrt(2 * self.left / self.square) if self.square else 0.0
+        return self.left < _EXPLAINED + 3 * spread
 
 
 @dataclass(frozen=True)
@@ -158,9 +167,11 @@ class _Rows:
             factor_OMM, weighted_OMD @ x_VD[near_N].T, upper=False
         )
         strength_N = (strength_V[near_N] - hidden_OMN.square().sum(1).mean(0)).clamp_min(_TINY)
-        grown_N = square_V[near_N] / strength_N
-        best = grown_N.topk(min(_ENTER, len(grown_N)))
-        return near_N[best.indices[best.values > 1]]
+        grown_N, order_N = (square_V[near_N] / strength_N).sort(descending=True)
+        near_N = near_N[order_N[grown_N > 1]][:_COMPARED]
+        # Of vectors that hardly differ all would enter, and leave no room for others.
+        alike_NN = F.normalize(x_VD[near_N]) @ F.normalize(x_VD[near_N]).T > _ALIKE
+        return near_N[~alike_NN.tril(-1).any(1)][:_ENTER]
 
     def free_shares(self) -> tuple[Tensor, Tensor]:
         """Returns the shares [O, K] of known vectors alone, and their variances [O, K]."""
@@ -250,7 +261,7 @@ def sparse_support(
         best, rows = support, came.completed(x_VD[support.index_M])
         if same:
             break
-    return best
+    return best if best is not None and best.explains else None
 
 
 def _support(matrix: LowRank, rows: _Rows, x_VD: Tensor, clock: Clock) -> Support | None:
@@ -272,14 +283,15 @@ def _support(matrix: LowRank, rows: _Rows, x_VD: Tensor, clock: Clock) -> Suppor
         variance_M = torch.cat([variance_M, begin.expand(len(entered_N))])
         stays_M, variance_M = noisier.learned(x_VD[index_M], variance_M)
         index_M = index_M[stays_M]
-        if len(index_M) > _CROWD * most:
+        if len(index_M) > max(3 * most // 2, 2 * _ENTER):  # Those are no few.
             break
         if len(index_M) <= most:
             left, square = matrix.left(torch.cat([rows.known_KD, x_VD[index_M]]))
             cost = square + 2 * count * len(index_M)
             stale += 1
             if left < MISFIT and (best is None or cost < best.cost):
-                best, stale = Support(index_M[variance_M.argsort(descending=True)], left, cost), 0
+                strongest_M = variance_M.argsort(descending=True)
+                best, stale = Support(index_M[strongest_M], left, square, cost), 0
         if best is not None and (stale == _STALE or not len(entered_N)):
             break
     return best
@@ -289,7 +301,7 @@ def _significant(matrix: LowRank, came: _Rows, x_VD: Tensor, support: Support) -
     """Returns the vectors of a support that the rows need."""
     index_M = support.index_M[came.significant(x_VD[support.index_M], len(x_VD))]
     left, square = matrix.left(torch.cat([came.known_KD, x_VD[index_M]]))
-    return Support(index_M, left, square + 2 * len(matrix.value_OD) * len(index_M))
+    return Support(index_M, left, square, square + 2 * len(matrix.value_OD) * len(index_M))
 
 
 def _unit(x_ND: Tensor) -> Tensor:
