@@ -12,8 +12,9 @@ Petrov et al., "DAGER: Exact Gradient Inversion for Large Language Models", Neur
   layer has rank.
 - Behind a step of Adam of a decoder, whose numbers each have noise of their own, the spans of
   several layers are fitted, and texts are chosen by their gradients (`depth_search`).
-- Behind a step of Adam of an encoder's adapters, tokens are found by sparse Bayesian learning, also
-  where they are more than the rows, and one text's order by its positions (`sparse_bayes`).
+- The tokens of adapters that earlier rounds trained are found by sparse Bayesian learning, also
+  where they are more than the rows, and one text's order by its positions (`sparse_bayes`). A
+  decoder's texts behind a step of Adam are sought among these tokens.
 - For adapters in their first round, the gradients of the second matrices have the spans: of inputs
   times the first matrices (`span.ProjectedSpan`).
 - Batch size, lengths and labels are not used.

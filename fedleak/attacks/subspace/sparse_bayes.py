@@ -65,7 +65,7 @@ _ENTER, _NEAR, _COMPARED = 64, 1024, 512
 """Vectors that enter at once, at most, those that are tested for it, and of these the best."""
 
 _BEGIN, _END = 1e-1, 1e-8
-"""Variance of the noise of orthonormal rows, at first and at last."""
+"""Variance of the noise that is added, at first and at last; rows have a root mean square of 1."""
 
 _NONE = 1e-6
 """A vector whose variance is below this share of the largest leaves."""
@@ -265,7 +265,7 @@ def sparse_support(
 
 
 def _support(matrix: LowRank, rows: _Rows, x_VD: Tensor, clock: Clock) -> Support | None:
-    """Returns the few vectors that explain a matrix, as these rows show them."""
+    """Returns the few vectors that explain a matrix, as these rows of it show them."""
     known, count = len(rows.known_KD), len(matrix.value_OD)
     # More could be replaced by as many others.
     most = (x_VD.shape[1] - known + count) // 2 - SPARE
