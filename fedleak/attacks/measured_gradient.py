@@ -1,10 +1,10 @@
 """A gradient whose numbers each have noise of their own."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from torch import Tensor
 
-from fedleak.attacks import certificate
 from fedleak.models import LanguageModel
 from fedleak.training.observation import Observation, UpdateKind
 
@@ -35,13 +35,17 @@ class MeasuredGradient(Observation):
         return variance_X + (known.local_steps or 1) * ulp_X.square() / 3
 
 
-def measured(seen: Observation) -> MeasuredGradient | None:
-    """Returns the sum of gradients that an update is; None if it is none, or noise is added."""
+def measured(seen: Observation, gradients: Mapping[str, Tensor]) -> MeasuredGradient | None:
+    """Returns the sum of gradients that an update is; None if it is none, or noise is added.
+
+    Args:
+        seen: The update.
+        gradients: The same as a gradient, by parameter name.
+    """
     known = seen.knowledge
     if not known.adds_up or known.dropout or known.noise_scale:
         return None
-    tensors = certificate.as_gradient(seen)
     if seen.update.kind == UpdateKind.GRADIENT:  # No weight was rounded.
         known = replace(known, learning_rate=None)
-    update = replace(seen.update, kind=UpdateKind.GRADIENT, tensors=tensors)
+    update = replace(seen.update, kind=UpdateKind.GRADIENT, tensors=dict(gradients))
     return MeasuredGradient(round=seen.round, client=seen.client, update=update, knowledge=known)

@@ -116,10 +116,10 @@ class Dager(Reader):
         Their multiplicities, and a proof, are returned where the gradient gives them.
         """
         clock, tell = Clock(self.seconds), telling(on_progress, model)
-        behind = behind_adam(seen, model)
-        spans = None if behind else layer_spans(model, certificate.as_gradient(seen))
+        behind, gradients = behind_adam(seen, model), certificate.as_gradient(seen)
+        spans = None if behind else layer_spans(model, gradients)
         if spans is None or not (spans.first.exact and spans.second.exact):
-            gradient = behind or measured(seen)
+            gradient = behind or measured(seen, gradients)
             by_rows = None if gradient is None else _by_rows(model, seen, gradient, clock, tell)
             if by_rows is not None:
                 return by_rows
