@@ -67,6 +67,9 @@ from fedleak.models import LanguageModel
 from fedleak.models.family import LORA_A, lora_a, lora_b, with_adapters
 from fedleak.training.observation import Observation
 
+_NOISY = 4
+"""Part of the time for rows that may have noise, which takes long to show."""
+
 _EXPLAINED = "nothing proved: these texts explain most"
 _TOKENS = "nothing proved: these tokens alone explain the adapters of the first layer"
 
@@ -180,7 +183,8 @@ def _by_rows(
     names, bag, texts = adapters_of(model, gradient, 0), None, None
     if names and names[0].endswith(LORA_A):  # earlier rounds have trained it
         matrix, _, _ = layer_rows(model, gradient, 0)
-        bag = sparse_tokens(model, matrix, clock)
+        known = isinstance(gradient, BehindAdam)
+        bag = sparse_tokens(model, matrix, clock if known else clock.part(_NOISY))
     if bag is not None and gradient.update.num_examples == 1:
         text = placed_text(bag)
         texts = None if text is None else [Judged(text, bag.left, math.inf)]

@@ -58,6 +58,9 @@ _EXPLAINED = 1.25
 """Chi^2 of what vectors leave, for each degree of freedom and but for its own spread, or they are
 not those of the rows."""
 
+_CROWD = 1.25
+"""More vectors than this for each column explain anything."""
+
 _STALE, _LEAVE = 3, 16
 """Times in vain that end a search; of vectors that seem needless this part leaves at once."""
 
@@ -255,7 +258,9 @@ def sparse_support(
         support = _support(matrix, rows, x_VD, clock)
         if support is not None:
             support = _significant(matrix, came, x_VD, support)
-        if support is None or (best is not None and support.cost >= best.cost):
+        if support is None or not len(support.index_M):  # Noise alone explains the rows.
+            break
+        if best is not None and support.cost >= best.cost:
             break
         same = best is not None and {*support.index_M.tolist()} == {*best.index_M.tolist()}
         best, rows = support, came.completed(x_VD[support.index_M])
@@ -283,7 +288,7 @@ def _support(matrix: LowRank, rows: _Rows, x_VD: Tensor, clock: Clock) -> Suppor
         variance_M = torch.cat([variance_M, begin.expand(len(entered_N))])
         stays_M, variance_M = noisier.learned(x_VD[index_M], variance_M)
         index_M = index_M[stays_M]
-        if len(index_M) > max(3 * most // 2, 2 * _ENTER):  # Those are no few.
+        if len(index_M) > max(_CROWD * x_VD.shape[1], 2 * _ENTER):
             break
         if len(index_M) <= most:
             left, square = matrix.left(torch.cat([rows.known_KD, x_VD[index_M]]))

@@ -92,6 +92,13 @@ def test_rows_that_few_vectors_do_not_explain_have_no_support(rng: torch.Generat
     assert sparse_support(rows, vector_VD, known_KD, UNLIMITED) is None
 
 
+def test_rows_that_are_noise_alone_have_no_support(rng: torch.Generator) -> None:
+    vector_VD = random(VECTORS, 2 * WIDTH, rng=rng)
+    noise_OD = random(2, 2 * WIDTH, rng=rng)
+    rows = LowRank.of(noise_OD, torch.ones_like(noise_OD))
+    assert sparse_support(rows, vector_VD, vector_VD[:0], UNLIMITED) is None
+
+
 def test_no_time_gives_no_support(rng: torch.Generator) -> None:
     vector_VD = random(VECTORS, WIDTH, rng=rng)
     rows = noisy(random(3, 4, rng=rng) @ vector_VD[:4], rng)
