@@ -572,7 +572,7 @@ class _Attempt:
             sequences=closed or None,
             evidence=tuple(0.0 if verified else choice.evidence.get(ids, 0.0) for ids in batch),
             tokens=tokens_of(
-                closed if verified or not findings.named else [findings.named, *proved]
+                closed if verified or not findings.named else [findings.named, *certain]
             ),
             diagnostics={
                 **diagnostics,
@@ -582,11 +582,15 @@ class _Attempt:
                 "likely": [verified or ids in certain | likely for ids in batch],
             },
             verified=verified,
-            reason=verdict.remark() if verified or proved else self._not_proved(bool(likely)),
+            reason=verdict.remark()
+            if verified or proved
+            else self._not_proved(batch, bool(likely)),
         )
 
-    def _not_proved(self, likely: bool) -> str:
+    def _not_proved(self, batch: Sequence[Ids], likely: bool) -> str:
         """Returns what an answer of which nothing is proved is."""
+        if not batch:
+            return "nothing proved: tokens of the batch, without their order"
         if self._seen.knowledge.own_head:
             return "nothing proved, because the head is not known: what most attacks read"
         return _NOT_PROVED[likely]

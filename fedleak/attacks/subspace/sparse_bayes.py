@@ -106,6 +106,12 @@ class Support:
     square: float
     cost: float
 
+    @classmethod
+    def of(cls, matrix: LowRank, known_KD: Tensor, x_VD: Tensor, index_M: Tensor) -> "Support":
+        """Takes vectors that stand beside known ones."""
+        left, square = matrix.left(torch.cat([known_KD, x_VD[index_M]]))
+        return cls(index_M, left, square, square + 2 * len(matrix.value_OD) * len(index_M))
+
     @property
     def explains(self) -> bool:
         """Whether what is left may be noise."""
@@ -140,8 +146,7 @@ class _Rows:
         """Returns which vectors stay, and the variance of their shares."""
         known = len(self.known_KD)
         both_MD = torch.cat([self.known_KD, x_MD])
-        right_OM = (self.weight_OD * self.value_OD) @ both_MD.T
-        inner_OMM = (self.weight_OD[:, None] * both_MD) @ both_MD.T
+        inner_OMM, right_OM = self._equations(both_MD)
         left_M = torch.arange(len(both_MD), device=x_MD.device)
         for _ in range(_STEPS):
             share_OM, factor_OMM = _shares(inner_OMM, right_OM, variance_M)
@@ -158,17 +163,14 @@ class _Rows:
     def entering(self, x_VD: Tensor, index_M: Tensor, variance_M: Tensor) -> Tensor:
         """Returns which vectors enter: those with which the evidence grows most."""
         both_MD = torch.cat([self.known_KD, x_VD[index_M]])
-        weighted_OMD = self.weight_OD[:, None] * both_MD
-        right_OM = (self.weight_OD * self.value_OD) @ both_MD.T
-        share_OM, factor_OMM = _shares(weighted_OMD @ both_MD.T, right_OM, variance_M)
+        share_OM, factor_OMM = _shares(*self._equations(both_MD), variance_M)
         left_OD = self.weight_OD * (self.value_OD - share_OM @ both_MD)
         square_V = (x_VD @ left_OD.T).square().mean(1)
         square_V[index_M] = 0
         strength_V = x_VD.square() @ self.weight_OD.mean(0)
         near_N = (square_V / strength_V).topk(min(_NEAR, len(x_VD))).indices
-        hidden_OMN = torch.linalg.solve_triangular(
-            factor_OMM, weighted_OMD @ x_VD[near_N].T, upper=False
-        )
+        inner_OMN = (self.weight_OD[:, None] * both_MD) @ x_VD[near_N].T
+        hidden_OMN = torch.linalg.solve_triangular(factor_OMM, inner_OMN, upper=False)
         strength_N = (strength_V[near_N] - hidden_OMN.square().sum(1).mean(0)).clamp_min(_TINY)
         grown_N, order_N = (square_V[near_N] / strength_N).sort(descending=True)
         near_N = near_N[order_N[grown_N > 1]][:_COMPARED]
@@ -178,9 +180,7 @@ class _Rows:
 
     def free_shares(self) -> tuple[Tensor, Tensor]:
         """Returns the shares [O, K] of known vectors alone, and their variances [O, K]."""
-        right_OK = (self.weight_OD * self.value_OD) @ self.known_KD.T
-        inner_OKK = (self.weight_OD[:, None] * self.known_KD) @ self.known_KD.T
-        share_OK, factor_OKK = _shares(inner_OKK, right_OK, right_OK[0, :0])
+        share_OK, factor_OKK = _shares(*self._equations(self.known_KD), self.value_OD[0, :0])
         return share_OK, torch.cholesky_inverse(factor_OKK).diagonal(dim1=1, dim2=2)
 
     def significant(self, x_MD: Tensor, tested: int) -> Tensor:
@@ -210,9 +210,7 @@ class _Rows:
         """
         stays_M, variance_M = self.learned(x_MD, x_MD.new_full((len(x_MD),), 1 / len(x_MD)))
         both_MD = torch.cat([self.known_KD, x_MD[stays_M]])
-        right_OM = (self.weight_OD * self.value_OD) @ both_MD.T
-        inner_OMM = (self.weight_OD[:, None] * both_MD) @ both_MD.T
-        share_OM, factor_OMM = _shares(inner_OMM, right_OM, variance_M)
+        share_OM, factor_OMM = _shares(*self._equations(both_MD), variance_M)
         spread_OMD = torch.linalg.solve_triangular(
             factor_OMM, both_MD.expand(len(factor_OMM), -1, -1), upper=False
         )
@@ -225,6 +223,11 @@ class _Rows:
         turned_RO = (axis_OO[:, used_O] / square_O[used_O].sqrt()).T
         variance_RD = turned_RO.square() @ own_OD.minimum(mixed_OD)
         return _Rows(turned_RO @ value_OD, 1 / variance_RD, self.known_KD)
+
+    def _equations(self, x_MD: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the normal equations of vectors' shares: inner products [O, M, M] and [O, M]."""
+        inner_OMM = (self.weight_OD[:, None] * x_MD) @ x_MD.T
+        return inner_OMM, (self.weight_OD * self.value_OD) @ x_MD.T
 
 
 def _shares(inner_OMM: Tensor, right_OM: Tensor, variance_M: Tensor) -> tuple[Tensor, Tensor]:
@@ -256,10 +259,12 @@ def sparse_support(
     rows, best = came, None
     for _ in range(_PASSES):
         support = _support(matrix, rows, x_VD, clock)
-        if support is not None:
-            support = _significant(matrix, came, x_VD, support)
-        if support is None or not len(support.index_M):  # Noise alone explains the rows.
+        if support is None:
             break
+        index_M = support.index_M[came.significant(x_VD[support.index_M], len(x_VD))]
+        if not len(index_M):  # Noise alone explains the rows.
+            break
+        support = Support.of(matrix, known_KD, x_VD, index_M)
         if best is not None and support.cost >= best.cost:
             break
         same = best is not None and {*support.index_M.tolist()} == {*best.index_M.tolist()}
@@ -271,9 +276,8 @@ def sparse_support(
 
 def _support(matrix: LowRank, rows: _Rows, x_VD: Tensor, clock: Clock) -> Support | None:
     """Returns the few vectors that explain a matrix, as these rows of it show them."""
-    known, count = len(rows.known_KD), len(matrix.value_OD)
     # More could be replaced by as many others.
-    most = (x_VD.shape[1] - known + count) // 2 - SPARE
+    most = (x_VD.shape[1] - len(rows.known_KD) + len(matrix.value_OD)) // 2 - SPARE
     index_M, variance_M = torch.empty(0, dtype=torch.long, device=x_VD.device), x_VD[:0, 0]
     best, stale = None, 0
     for turn in range(_ROUNDS):
@@ -291,22 +295,13 @@ def _support(matrix: LowRank, rows: _Rows, x_VD: Tensor, clock: Clock) -> Suppor
         if len(index_M) > max(_CROWD * x_VD.shape[1], 2 * _ENTER):
             break
         if len(index_M) <= most:
-            left, square = matrix.left(torch.cat([rows.known_KD, x_VD[index_M]]))
-            cost = square + 2 * count * len(index_M)
-            stale += 1
-            if left < MISFIT and (best is None or cost < best.cost):
-                strongest_M = variance_M.argsort(descending=True)
-                best, stale = Support(index_M[strongest_M], left, square, cost), 0
+            strongest_M = index_M[variance_M.argsort(descending=True)]
+            support, stale = Support.of(matrix, rows.known_KD, x_VD, strongest_M), stale + 1
+            if support.left < MISFIT and (best is None or support.cost < best.cost):
+                best, stale = support, 0
         if best is not None and (stale == _STALE or not len(entered_N)):
             break
     return best
-
-
-def _significant(matrix: LowRank, came: _Rows, x_VD: Tensor, support: Support) -> Support:
-    """Returns the vectors of a support that the rows need."""
-    index_M = support.index_M[came.significant(x_VD[support.index_M], len(x_VD))]
-    left, square = matrix.left(torch.cat([came.known_KD, x_VD[index_M]]))
-    return Support(index_M, left, square, square + 2 * len(matrix.value_OD) * len(index_M))
 
 
 def _unit(x_ND: Tensor) -> Tensor:

@@ -105,6 +105,17 @@ def test_a_decoders_tokens_are_more_than_its_adapters_have_rows(adapted, sent, f
     assert set(named.tokens) == set(answer.tokens)
 
 
+def test_a_sum_over_clients_shows_the_tokens_of_all(adapted, observe):
+    model = adapted("bert", rank=2, width=128, task=CLASSIFICATION)
+    seen = [observe(model, [text]).seen for text in TEXTS]
+    tensors = {
+        name: sum(client.update.tensors[name] for client in seen) for name in seen[0].update.tensors
+    }
+    update = replace(seen[0].update, tensors=tensors, num_examples=2)
+    answer = Dager()(replace(seen[0], update=update, client=-1), model, rng=stream(0, "attack"))
+    assert set(answer.tokens) == {token for ids in model.encode(TEXTS) for token in ids}
+
+
 def test_positions_give_the_order_of_one_text(adapted, sent):
     model = adapted("gpt2", rank=4, width=128)
     (own,), seen = sent(model, ["she told us that nobody knows it all, she told us that"])

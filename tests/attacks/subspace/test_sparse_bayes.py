@@ -5,9 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fedleak.attacks import certificate
 from fedleak.attacks.clock import UNLIMITED, Clock
-from fedleak.attacks.subspace.sparse_bayes import Bag, placed_text, sparse_support
+from fedleak.attacks.measured_gradient import measured
+from fedleak.attacks.subspace.sparse_bayes import Bag, _Rows, placed_text, sparse_support
 from fedleak.attacks.subspace.weighted_span import LowRank
+from fedleak.training.observation import UpdateKind
 
 WIDTH, VECTORS, KNOWN = 64, 400, 5
 
@@ -67,6 +70,37 @@ def test_numbers_whose_noise_differs_most_hide_nothing(rng: torch.Generator) -> 
     support = sparse_support(matrix, vector_VD, vector_VD[:0], UNLIMITED)
     assert support is not None
     assert sorted(support.index_M.tolist()) == sorted(right.tolist())
+
+
+def test_numbers_that_did_not_come_are_those_of_the_mixes(rng: torch.Generator) -> None:
+    x_MD = random(8, WIDTH, rng=rng)
+    size_O1 = torch.tensor([[1.0], [1.0], [0.1], [0.01]])  # The last rows hide behind the others.
+    rows_OD = (random(1, 8, rng=rng) + size_O1 * random(4, 8, rng=rng)) @ x_MD
+    variance_OD = torch.full_like(rows_OD, 1e-6)
+    variance_OD[torch.rand(rows_OD.shape, generator=rng) < 0.2] = torch.inf
+    matrix = LowRank.of(rows_OD.where(variance_OD.isfinite(), 0), variance_OD)
+    completed = _Rows.of(matrix, x_MD[:0]).completed(x_MD)
+    axis_DM, _ = torch.linalg.qr(x_MD.T)
+    value_OD = completed.value_OD
+    torch.testing.assert_close(value_OD @ axis_DM @ axis_DM.T, value_OD, atol=0.1, rtol=0)
+    same_OO = value_OD @ value_OD.T / WIDTH
+    torch.testing.assert_close(same_OO, torch.eye(4).double(), atol=1e-3, rtol=0)
+
+
+def test_a_change_of_weights_is_measured_as_well_as_float32_holds_it(
+    small, observe, rng: torch.Generator
+) -> None:
+    model = small("bert")
+    seen = observe(model, 1, kind=UpdateKind.DELTA, learning_rate=1e-3).seen
+    name = model.family.attention_parameters(0)[0]
+    weight_X = model.module.get_parameter(name).detach()
+    gradient_X = 1e-3 * random(*weight_X.shape, rng=rng)
+    came_X = (weight_X - 1e-3 * gradient_X.float()) - weight_X
+    seen = replace(seen, update=replace(seen.update, tensors={name: came_X}))
+    gradient = measured(seen, certificate.as_gradient(seen))
+    assert gradient is not None
+    square_X = (gradient.update.tensors[name] - gradient_X).square()
+    assert 0.2 < float((square_X / gradient.variance(model, name)).mean()) < 2
 
 
 @pytest.mark.parametrize("rows", [2, 8])
