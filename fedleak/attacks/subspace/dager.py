@@ -14,7 +14,8 @@ Petrov et al., "DAGER: Exact Gradient Inversion for Large Language Models", Neur
   several layers are fitted, and texts are chosen by their gradients (`depth_search`).
 - The tokens of adapters that earlier rounds trained are found by sparse Bayesian learning, also
   where they are more than the rows, and one text's order by its positions (`sparse_bayes`). A
-  decoder's texts behind a step of Adam are sought among these tokens.
+  decoder's texts behind a step of Adam are sought among these tokens, and next-token texts are
+  checked one by one (`bag_search`).
 - For adapters in their first round, the gradients of the second matrices have the spans: of inputs
   times the first matrices (`span.ProjectedSpan`).
 - Batch size, lengths and labels are not used.
@@ -23,6 +24,7 @@ Shapes: N tokens, A pairs of a token and a position.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
@@ -30,7 +32,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedleak.attacks import AttackSetting, Show, certificate
+from fedleak.attacks import AttackSetting, Show, certificate, replay
 from fedleak.attacks.adam_step import BehindAdam, behind_adam
 from fedleak.attacks.clock import Clock, Seconds
 from fedleak.attacks.measured_gradient import MeasuredGradient, measured
@@ -46,6 +48,7 @@ from fedleak.attacks.subspace.answer import (
     recovered,
     telling,
 )
+from fedleak.attacks.subspace.bag_search import texts_of_bag
 from fedleak.attacks.subspace.decoder_search import (
     at_all_places,
     extend_prefixes,
@@ -63,7 +66,7 @@ from fedleak.attacks.subspace.span import (
 )
 from fedleak.attacks.subspace.sparse_bayes import placed_text, sparse_tokens
 from fedleak.attacks.subspace.token_bag import pairs, read_token_bag
-from fedleak.models import LanguageModel
+from fedleak.models import CAUSAL_LM, LanguageModel
 from fedleak.models.family import LORA_A, lora_a, lora_b, with_adapters
 from fedleak.training.observation import Observation
 
@@ -71,6 +74,7 @@ _NOISY = 4
 """Part of the time for rows that may have noise, which takes long to show."""
 
 _EXPLAINED = "nothing proved: these texts explain most"
+_ALONE = "nothing proved: each text explains what its tokens have in the first layer's adapters"
 _TOKENS = "nothing proved: these tokens alone explain the adapters of the first layer"
 
 
@@ -178,35 +182,51 @@ def _by_rows(
     """Returns the tokens that rows of adapters are mixes of, and their texts; None: nothing shows.
 
     One text is read in order by its positions if the model has them, and else a decoder's texts
-    behind a step of Adam are.
+    behind a step of Adam are. If that proves nothing, next-token texts are sought one by one.
     """
-    names, bag, texts = adapters_of(model, gradient, 0), None, None
+    names, bag, texts = adapters_of(model, gradient, 0), None, list[Judged]()
     if names and names[0].endswith(LORA_A):  # earlier rounds have trained it
         matrix, _, _ = layer_rows(model, gradient, 0)
         known = isinstance(gradient, BehindAdam)
         bag = sparse_tokens(model, matrix, clock if known else clock.part(_NOISY))
-    if bag is not None and gradient.update.num_examples == 1:
-        text = placed_text(bag)
-        texts = None if text is None else [Judged(text, bag.left, math.inf)]
-    if texts is None and model.family.causal and isinstance(gradient, BehindAdam):
-        texts = read_depths(model, gradient, bag, clock, tell)
+    text = placed_text(bag) if bag is not None and gradient.update.num_examples == 1 else None
+    if bag is not None and text is not None:
+        texts = [Judged(text, bag.left, math.inf)]
+    elif model.family.causal and isinstance(gradient, BehindAdam):
+        texts = read_depths(model, gradient, bag, clock, tell) or []
+    verdict, proved = _proved(model, texts, seen, clock)
+    reason = _EXPLAINED
+    if bag is not None and model.task == CAUSAL_LM and not proved:
+        alone = texts_of_bag(model, gradient, bag, clock, tell)
+        if alone:
+            texts, reason = alone, _ALONE
+            verdict, _ = _proved(model, texts, seen, clock)
     if not texts and bag is None:
         return None
-    verdict = certificate.judge(model, [text.ids for text in texts or []], seen, clock)
     diagnostics: dict[str, Any] = clock.late()
     if bag is not None:
         diagnostics |= {"rows": bag.token_NO.shape[1], "left": bag.left}
     answer = recovered(
-        texts or [],
+        texts,
         verdict,
         tokens=None if bag is None or verdict.verified else bag.told_apart,
         diagnostics=diagnostics,
-        reason=_EXPLAINED if texts else _TOKENS,
+        reason=reason if texts else _TOKENS,
     )
     if bag is None:
         return Reading.of(answer)
     answer = answer if texts else replace(answer, sequences=None)
     return Reading.of(answer, tokens=bag.candidates, named=bag.told_apart)
+
+
+def _proved(
+    model: LanguageModel, texts: Sequence[Judged], seen: Observation, clock: Clock
+) -> tuple[certificate.Verdict, bool]:
+    """Returns what a gradient says of texts, and whether that or a client's steps prove them."""
+    ids = [text.ids for text in texts]
+    verdict = certificate.judge(model, ids, seen, clock)
+    made = None if verdict.verified else replay.replay(model, ids, seen, clock.left())
+    return verdict, verdict.verified or (made is not None and made.verified)
 
 
 def candidates(

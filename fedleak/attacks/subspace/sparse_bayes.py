@@ -320,6 +320,8 @@ class Bag:
         token_NO: The shares of each token at all its places.
         position_PO: Those of each position with all its tokens; P is 0 without learned positions.
         alike_A: Tokens whose vectors hardly differ from that of one of these.
+        axis_MD: The directions of all that is mixed, those of the tokens at last.
+        share_NO: The shares of each token as they are.
     """
 
     tokens_N: Tensor
@@ -327,6 +329,8 @@ class Bag:
     token_NO: Tensor
     position_PO: Tensor
     alike_A: Tensor
+    axis_MD: Tensor
+    share_NO: Tensor
 
     @property
     def told_apart(self) -> tuple[int, ...]:
@@ -365,6 +369,8 @@ def sparse_tokens(model: LanguageModel, matrix: LowRank, clock: Clock) -> Bag | 
                 token_NO=share_MO[len(known_KD) :],
                 position_PO=share_MO[:positions],
                 alike_A=_alike(token_VD, tokens_N),
+                axis_MD=axis_MD,
+                share_NO=share_OM.T[len(known_KD) :],
             )
     return None
 

@@ -128,12 +128,15 @@ class LowRank:
             missing.
         weight_OD: One over the variance of each number; zeros for what is missing.
         axis_RD: What spans its rows, orthonormal.
+        size_U: The root mean square that each row had; zero of those that are left out, because
+            nothing came of them.
         square: Chi^2 of what that leaves.
     """
 
     value_OD: Tensor
     weight_OD: Tensor
     axis_RD: Tensor
+    size_U: Tensor
     square: float = math.inf
 
     @classmethod
@@ -146,7 +149,9 @@ class LowRank:
         square_OD = value_OD.square().masked_fill(~came_OD, 0)
         size_O1 = square_OD.sum(1, keepdim=True) / came_OD.sum(1, keepdim=True)
         weight_OD = came_OD / (variance_OD / size_O1 + _DRIFT**2)
-        return cls(value_OD=value_OD / size_O1.sqrt(), weight_OD=weight_OD, axis_RD=value_OD[:0])
+        size_U = size_O1.new_zeros(len(used_O)).masked_scatter(used_O, size_O1.sqrt())
+        value_OD = value_OD / size_O1.sqrt()
+        return cls(value_OD=value_OD, weight_OD=weight_OD, axis_RD=value_OD[:0], size_U=size_U)
 
     @property
     def rank(self) -> int:

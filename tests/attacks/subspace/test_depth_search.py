@@ -100,9 +100,14 @@ def test_a_decoders_tokens_are_more_than_its_adapters_have_rows(adapted, sent, f
     answer = Dager(seconds=5.0)(seen, model, rng=stream(0, "attack"))
     assert answer.diagnostics["rows"] == rows
     assert set(answer.tokens) == {token for ids in own for token in ids[:-1]}
+    closed = {certificate.close(model, ids) for ids in answer.sequences}
     named = Auto(seconds=5.0)(seen, model, rng=stream(0, "attack"))
-    assert not named.verified
-    assert set(named.tokens) == set(answer.tokens)
+    if rows > 2:
+        assert closed == set(own)
+        assert named.verified
+    else:  # Two numbers for each token tell one of the texts.
+        assert closed < set(own)
+        assert set(named.tokens) == set(answer.tokens)
 
 
 def test_a_sum_over_clients_shows_the_tokens_of_all(adapted, observe):

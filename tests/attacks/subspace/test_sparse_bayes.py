@@ -115,7 +115,8 @@ def test_a_text_of_repeated_tokens_is_placed(rows: int, rng: torch.Generator) ->
     noisy_token_NO, noisy_position_PO = (
         shares + random(*shares.shape, rng=rng) for shares in (token_NO, position_PO)
     )
-    bag = Bag(tokens_N, 1.0, noisy_token_NO, noisy_position_PO, tokens_N[:0])
+    shares = noisy_token_NO, noisy_position_PO
+    bag = Bag(tokens_N, 1.0, *shares, tokens_N[:0], torch.eye(len(tokens_N)), token_NO)
     assert placed_text(bag) == own
     assert placed_text(replace(bag, position_PO=position_PO[:0])) is None
 

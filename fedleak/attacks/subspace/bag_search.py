@@ -1,0 +1,373 @@
+"""Texts of a decoder's batch, of whose tokens the shares in the first layer are known.
+
+Few rows of adapters name the tokens of a batch, and give each token's shares: the sum of the
+gradients at the adapter's outputs in all of the token's places (`sparse_bayes`). A token that
+stands in one place of the batch has the shares of this place. So a text can be checked by itself,
+whatever the others are: its own gradient gives its tokens' shares, all times one factor.
+
+- **Search.** A beam of prefixes of the batch's tokens. For a next token speak its log probability,
+  less that of other places, because it stands somewhere, and what its state explains of the rows of
+  deeper layers (`state_blocks`). Of these nats the sign and the logarithm count, as a mean over
+  layers, because rows are no Gaussian numbers. The first layers choose what all are asked about.
+- **Check.** Likely ends are closed, and a text is read once the shares of its tokens agree.
+- **Batches.** The shares of a text are taken out of all, and the next one is sought.
+
+Nothing but the model and the rows is used. A batch is proved as any other, by its gradient or by
+the client's steps.
+
+Shapes: N tokens of the batch, O rows of adapters, D columns, B prefixes, T tokens of a prefix,
+M directions of first inputs, U rows of which some did not come, X any axes.
+"""
+
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedleak.attacks import certificate
+from fedleak.attacks.clock import Clock
+from fedleak.attacks.listening import AllHeardError, listening
+from fedleak.attacks.measured_gradient import MeasuredGradient
+from fedleak.attacks.reconstruction import Ids
+from fedleak.attacks.subspace.answer import Judged, OnJudged
+from fedleak.attacks.subspace.depth_search import adapters_of, layer_rows
+from fedleak.attacks.subspace.sparse_bayes import Bag
+from fedleak.attacks.subspace.state_blocks import StateBlocks
+from fedleak.attacks.subspace.update_evidence import empty_cache, first_tokens, of_rows, unsaid
+from fedleak.models import LanguageModel, is_target, pad
+
+if TYPE_CHECKING:
+    from transformers import DynamicCache
+
+_WIDTHS = (36, 108)
+"""Prefixes that are kept, in a first search and in one after nothing was found."""
+
+_EARLY = 4
+"""Times as many are kept at first, over the number of tokens."""
+
+_NEAR, _FAR = 4, 3
+"""First layers beyond the very first, whose rows are used, and of the others each third one."""
+
+_TRIED = 3
+"""Times as many prefixes as are kept are tried in all layers, those that most speaks for in the
+first ones."""
+
+_WRITTEN, _LONG = 48, 12
+"""Prefixes that the model writes, and their tokens at most."""
+
+_STATES = 1.5
+"""Weight of what states explain."""
+
+_CLOSED = 4
+"""Prefixes that are closed at each length."""
+
+_AGREES, _AGREE, _LATE, _SURE = 0.999, 0.3, 3, 12.0
+"""Cosine above which a token's shares agree with those of the gradient of its text; share of a
+text's tokens of which they do, at least, because the others may stand in other texts, too; last
+tokens of which one must be among these, because the first agree with some other texts; and nats
+against so many by chance."""
+
+_GONE = 0.01
+"""A token whose shares are less than this part of what they were stands in no other text."""
+
+_STALE = 3
+"""Tokens by which a beam grows in vain before the search ends."""
+
+_LONGEST = 64
+"""Tokens of a text, at most."""
+
+_AT_ONCE = 512
+"""Tokens that go through the model together."""
+
+
+class _Beam(NamedTuple):
+    """Prefixes of one length.
+
+    Attributes:
+        ids: The prefixes.
+        nats_B: What speaks for them, by words and states.
+        parts: What their states have each beside those before it, whitened, [B, T, D], of layers.
+        hidden_BD: The last hidden states.
+        cache: What the model keeps of their tokens.
+    """
+
+    ids: list[Ids]
+    nats_B: Tensor
+    parts: list[Tensor]
+    hidden_BD: Tensor
+    cache: "DynamicCache"
+
+
+def texts_of_bag(
+    model: LanguageModel, gradient: MeasuredGradient, bag: Bag, clock: Clock, tell: OnJudged
+) -> list[Judged]:
+    """Returns the texts of a batch that its tokens' shares agree with.
+
+    Args:
+        model: A decoder at the broadcast weights.
+        gradient: Of adapters that earlier rounds trained.
+        bag: The tokens of the batch.
+        clock: When time is up, no more texts are sought.
+        tell: Called with the number of texts, and the last one.
+    """
+    if clock.up():
+        return []
+    search, texts = _Search(model, gradient, bag, clock), list[Judged]()
+    wanted = gradient.update.num_examples
+    for width in _WIDTHS:
+        while search.begun and len(texts) < wanted:
+            text = search.text(width, clock)
+            if text is None:
+                break
+            texts.append(text)
+            tell(len(texts), wanted, text)
+    return texts
+
+
+class _Search:
+    """The search for the texts of a batch, one after the other.
+
+    The shares of a text that was read are taken out.
+    """
+
+    def __init__(
+        self, model: LanguageModel, gradient: MeasuredGradient, bag: Bag, clock: Clock
+    ) -> None:
+        """Takes the tokens of a batch, and reads the rows of as many layers as time allows."""
+        self._model, self._bag = model, bag
+        self._outer: Any = model.module
+        self._first, (self._end,) = first_tokens(model), certificate.close(model, ())
+        self._adapters = [_module(model, name) for name in adapters_of(model, gradient, 0)]
+        self._size_U = layer_rows(model, gradient, 0)[0].size_U
+        self._size_O = bag.share_NO.square().mean(0).sqrt()
+        self._share_NO = self._left_NO = bag.share_NO / self._size_O
+        self._apart_DM = torch.linalg.pinv(bag.axis_MD)
+        came = [n for n in range(1, model.num_layers) if adapters_of(model, gradient, n)]
+        numbers = [*came[:_NEAR], *came[_NEAR::_FAR]]
+        rows = [layer_rows(model, gradient, number) for number in numbers]
+        self._inputs_of = [module for _, module, _ in rows]
+        self._last = max(came[:_NEAR], default=0)
+        prefixes, self._usual_N = self._written()
+        behind = [self._states_behind(prefixes_CT) for prefixes_CT in clock.paced(prefixes)]
+        states = [torch.cat(of_layer).transpose(0, 1) for of_layer in zip(*behind, strict=True)]
+        self._blocks = [
+            StateBlocks.learned(matrix, state_NKD)
+            for (matrix, _, _), state_NKD in clock.paced(zip(rows, states, strict=False))
+        ]
+        del self._inputs_of[len(self._blocks) :]
+
+    @property
+    def begun(self) -> bool:
+        """Whether there was time for any layer."""
+        return bool(self._blocks)
+
+    def text(self, width: int, clock: Clock) -> Judged | None:
+        """Returns a text whose tokens' shares agree, and takes them out; None: there is none."""
+        standing_N = self._left_NO.norm(dim=1) > _GONE * self._share_NO.norm(dim=1)
+        rows_N = (standing_N & self._usual_N.isfinite()).nonzero()[:, 0]
+        longest = min(_LONGEST, self._model.max_length - 1) if len(rows_N) else 0
+        beam, best, stale = self._begun(), -math.inf, 0
+        for _ in clock.paced(range(len(self._first), longest)):
+            count = max(width, _EARLY * width // (len(beam.ids[0]) + 1))
+            beam = self._grown(beam, rows_N, count)
+            most = float(beam.nats_B.max())
+            stale, best = (0, most) if most > best else (stale + 1, best)
+            if stale == _STALE:
+                break
+            end_B = self._log_probabilities(beam.hidden_BD)[:, self._end]
+            likely = (beam.nats_B + end_B).topk(min(_CLOSED, len(end_B))).indices
+            text = self._agreeing([(*beam.ids[row], self._end) for row in likely.tolist()])
+            if text is not None:
+                return text
+        return None
+
+    def _agreeing(self, closed: Sequence[Ids]) -> Judged | None:
+        """Returns the first text whose tokens' shares agree, and takes them out."""
+        tokens_N = self._bag.tokens_N
+        # Of vectors of O numbers a share below sin^(O - 1) of an angle is so near to a given one.
+        nats = -math.log(1 - _AGREES**2) / 2 * (self._left_NO.shape[1] - 1)
+        least = max(_SURE / nats, 2) if nats else math.inf
+        for ids, share_NO in zip(closed, self._shares(closed), strict=True):
+            agrees_N = F.cosine_similarity(share_NO, self._left_NO, dim=-1) > _AGREES
+            late_N = torch.isin(tokens_N, tokens_N.new_tensor(ids[-1 - _LATE : -1]))
+            agree, tokens = int(agrees_N.sum()), len({*ids[:-1]})
+            if agree >= max(_AGREE * tokens, least) and (agrees_N & late_N).any():
+                part_NO, left_NO = share_NO[agrees_N], self._left_NO[agrees_N]
+                factor = (part_NO * left_NO).sum() / part_NO.square().sum()
+                self._left_NO = self._left_NO - factor * share_NO
+                return Judged(ids[:-1], 1 - agree / tokens, math.inf)
+        return None
+
+    def _begun(self) -> _Beam:
+        """Returns what begins all texts."""
+        zero_1 = self._usual_N.new_zeros(1)
+        parts = [zero_1.new_zeros((1, 0, len(blocks.whiten_DD))) for blocks in self._blocks]
+        beam = _Beam([()], zero_1, parts, zero_1.new_zeros((1, 0)), empty_cache())
+        for token in self._first:
+            token_1 = torch.tensor([token], device=self._model.device)
+            beam, _ = self._longer(beam, zero_1.long(), token_1)
+        return beam
+
+    def _grown(self, beam: _Beam, rows_N: Tensor, count: int) -> _Beam:
+        """Returns the best of the prefixes with one more of some tokens."""
+        tokens_N = self._bag.tokens_N[rows_N]
+        again_BN = torch.tensor(
+            [[token in ids for token in tokens_N.tolist()] for ids in beam.ids],
+            device=self._model.device,
+        )
+        nats_BN = beam.nats_B[:, None].expand(again_BN.shape)
+        if beam.ids[0]:
+            likely_BV = self._log_probabilities(beam.hidden_BD)
+            nats_BN = nats_BN + likely_BV[:, tokens_N] - self._usual_N[rows_N].where(~again_BN, 0)
+        states = self._states(beam.cache, len(beam.ids), tokens_N)
+        near = zip(self._blocks[:_NEAR], states, beam.parts[:_NEAR], strict=True)
+        whites = [blocks.beside(state_BND, part) for blocks, state_BND, part in near]
+        ranked = (nats_BN + self._explained(whites, rows_N, again_BN)).flatten()
+        tried = ranked.topk(min(_TRIED * count, len(ranked))).indices
+        rows_B, columns_B = tried // len(tokens_N), tried % len(tokens_N)
+        longer, whites = self._longer(beam, rows_B, tokens_N[columns_B])
+        again_1B = again_BN.flatten()[None, tried]
+        more_1B = self._explained(whites, rows_N[columns_B], again_1B)
+        nats_B = nats_BN.flatten()[tried] + more_1B[0]
+        best = nats_B.topk(min(count, len(nats_B))).indices
+        return _Beam(
+            ids=[longer.ids[row] for row in best.tolist()],
+            nats_B=nats_B[best],
+            parts=[part[best] for part in longer.parts],
+            hidden_BD=longer.hidden_BD[best],
+            cache=of_rows(longer.cache, best),
+        )
+
+    def _longer(self, beam: _Beam, rows_B: Tensor, tokens_B: Tensor) -> tuple[_Beam, list[Tensor]]:
+        """Returns some prefixes, each with one more token, and what its states have beside them.
+
+        That is [1, B, D] for each layer, whitened. Nats are those of the prefixes.
+        """
+        pairs = zip(rows_B.tolist(), tokens_B.tolist(), strict=True)
+        cache = of_rows(beam.cache, rows_B)
+        with listening(self._inputs_of) as heard:
+            hidden_BD = self._hidden(tokens_B[:, None], cache)[:, -1]
+        parts = [part[rows_B] for part in beam.parts]
+        layers = zip(self._blocks, self._inputs_of, parts, strict=True)
+        whites = [blocks.beside(heard[module][0], part) for blocks, module, part in layers]
+        longer = _Beam(
+            ids=[(*beam.ids[row], token) for row, token in pairs],
+            nats_B=beam.nats_B[rows_B],
+            parts=[
+                torch.cat([part, F.normalize(white, dim=-1)], 1)
+                for part, white in zip(parts, whites, strict=True)
+            ],
+            hidden_BD=hidden_BD,
+            cache=cache,
+        )
+        return longer, [white.transpose(0, 1) for white in whites]
+
+    def _explained(self, whites: Sequence[Tensor], rows_N: Tensor, again_BN: Tensor) -> Tensor:
+        """Returns what speaks for tokens [B, N] by what their states explain of layers' rows."""
+        nats_LBN = torch.stack(
+            [
+                blocks.nats(white_BND, rows_N, again_BN)
+                for blocks, white_BND in zip(self._blocks, whites, strict=False)
+            ]
+        )
+        return _STATES * (nats_LBN.sign() * nats_LBN.abs().log1p()).mean(0)
+
+    def _states(self, cache: "DynamicCache", prefixes: int, tokens_N: Tensor) -> list[Tensor]:
+        """Returns the inputs [B, N, D] of the first layers, of tokens behind what a cache keeps."""
+        modules = self._inputs_of[:_NEAR]
+        heard: list[list[Tensor]] = [[] for _ in modules]
+        rows_X = torch.arange(prefixes, device=tokens_N.device).repeat_interleave(len(tokens_N))
+        tokens_X = tokens_N.repeat(prefixes)
+        for begin in range(0, len(rows_X), _AT_ONCE):
+            some_X = slice(begin, begin + _AT_ONCE)
+            behind = of_rows(cache, rows_X[some_X], self._last)
+            with listening(modules, stop=True) as given, suppress(AllHeardError):
+                self._hidden(tokens_X[some_X, None], behind)
+            for inputs, module in zip(heard, modules, strict=True):
+                inputs.append(given[module][0][:, -1])
+        return [torch.cat(inputs).view(prefixes, len(tokens_N), -1) for inputs in heard]
+
+    def _states_behind(self, prefixes_CT: Tensor) -> list[Tensor]:
+        """Returns the inputs [C, N, D] of layers, of all tokens behind C prefixes."""
+        count, tokens_N = len(prefixes_CT), self._bag.tokens_N
+        cache = empty_cache()
+        if prefixes_CT.shape[1]:
+            self._hidden(prefixes_CT, cache)
+        rows_X = torch.arange(count, device=tokens_N.device).repeat_interleave(len(tokens_N))
+        with listening(self._inputs_of) as heard:
+            self._hidden(tokens_N.repeat(count)[:, None], of_rows(cache, rows_X))
+        inputs = (heard[module][0] for module in self._inputs_of)
+        return [input_X1D.view(count, len(tokens_N), -1) for input_X1D in inputs]
+
+    def _written(self) -> tuple[list[Tensor], Tensor]:
+        """Returns prefixes that the model writes with the tokens, and how likely each is there.
+
+        As many [C, T] have each number of tokens, up to the longest; of all places and each token
+        the logarithm of the mean probability [N].
+        """
+        device, tokens_N = self._model.device, self._bag.tokens_N
+        rng = torch.Generator().manual_seed(0)
+        begun = torch.randint(len(tokens_N), (_WRITTEN, 1), generator=rng).to(device)
+        first_CT = torch.tensor([self._first] * _WRITTEN, dtype=torch.long, device=device)
+        ids_CT, cache, likely = torch.cat([first_CT, tokens_N[begun]], 1), empty_cache(), []
+        new_CT = ids_CT
+        for _ in range(_LONG):
+            hidden_CD = self._hidden(new_CT, cache)[:, -1]
+            likely_CN = self._log_probabilities(hidden_CD)[:, tokens_N]
+            likely.append(likely_CN)
+            drawn = torch.multinomial(likely_CN.softmax(-1).cpu(), 1, generator=rng).to(device)
+            new_CT = tokens_N[drawn]
+            ids_CT = torch.cat([ids_CT, new_CT], 1)
+        usual_N = torch.cat(likely).logsumexp(0) - math.log(_LONG * _WRITTEN)
+        begin = len(self._first)
+        return [ids_CT[n::_LONG, : begin + n] for n in range(_LONG)], usual_N
+
+    def _shares(self, texts: Sequence[Ids]) -> Tensor:
+        """Returns the shares [B, N, O] of all tokens in the gradients of texts, of loss sums."""
+        size = max(1, _AT_ONCE // max(map(len, texts)))
+        some = (self._gradients(texts[i : i + size]) for i in range(0, len(texts), size))
+        shares_BMO = (torch.cat([*some]) @ self._apart_DM).mT
+        shares_BNO: Tensor = shares_BMO[:, -len(self._bag.tokens_N) :] / self._size_O
+        return shares_BNO
+
+    def _gradients(self, texts: Sequence[Ids]) -> Tensor:
+        """Returns the adapters' gradients [B, O, D] of texts, each in units of its row's."""
+        ids_BT, mask_BT = pad(texts, self._model.tokenizer.pad_token_id, self._model.device)
+        with listening(self._adapters) as heard, torch.enable_grad():
+            hidden_BTD = self._hidden(ids_BT[:, :-1])
+            # As one matrix: with several, a product with each is computed, which takes longer.
+            logits_XV = self._logits(hidden_BTD.flatten(0, 1))
+            loss_X = F.cross_entropy(logits_XV, ids_BT[:, 1:].flatten(), reduction="none")
+            loss = loss_X[is_target(self._model, ids_BT, mask_BT)[:, 1:].flatten()].sum()
+            outputs = [heard[module][1] for module in self._adapters]
+            slope_BTO = torch.cat(torch.autograd.grad(loss, outputs), -1)
+        given_BTD = heard[self._adapters[0]][0].detach().double()
+        came_U = self._size_U > 0
+        gradient_BOD: Tensor = slope_BTO[..., came_U].double().mT @ given_BTD
+        return gradient_BOD / self._size_U[came_U, None]
+
+    def _hidden(self, ids_BT: Tensor, cache: "DynamicCache | None" = None) -> Tensor:
+        """Returns the last hidden states [B, T, D], behind what a cache keeps; it grows."""
+        output = self._outer.base_model(
+            input_ids=ids_BT, past_key_values=cache, use_cache=cache is not None
+        )
+        hidden_BTD: Tensor = output.last_hidden_state
+        return hidden_BTD
+
+    def _logits(self, hidden_XD: Tensor) -> Tensor:
+        logits_XV: Tensor = self._outer.get_output_embeddings()(hidden_XD).float()
+        return logits_XV
+
+    def _log_probabilities(self, hidden_BD: Tensor) -> Tensor:
+        """Returns those [B, V] of the next token; of special ones only the end is likely."""
+        logits_BV = self._logits(hidden_BD)
+        logits_BV[:, [token for token in unsaid(self._model) if token != self._end]] = -math.inf
+        return logits_BV.log_softmax(-1)
+
+
+def _module(model: LanguageModel, name: str) -> nn.Module:
+    return model.module.get_submodule(name.removesuffix(".weight"))

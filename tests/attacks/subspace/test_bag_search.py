@@ -1,0 +1,152 @@
+"""Texts are read one by one from the shares of the tokens of their batch."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fedleak.attacks import certificate
+from fedleak.attacks.clock import UNLIMITED, Clock
+from fedleak.attacks.measured_gradient import measured
+from fedleak.attacks.subspace.bag_search import _Search, texts_of_bag
+from fedleak.attacks.subspace.depth_search import adapters_of, layer_rows
+from fedleak.attacks.subspace.sparse_bayes import sparse_tokens
+from fedleak.models import CAUSAL_LM
+from fedleak.models.lora import Lora, adapt_
+from fedleak.util.rng import stream
+
+TEXTS = ["she told us that", "nobody knows it all"]
+
+
+def unheard(step, steps, best):
+    """Progress that nobody asked for."""
+
+
+@pytest.fixture
+def read(small, observe):
+    """Returns a decoder with adapters of two rows each, its texts, their gradient and tokens."""
+
+    def make(family="llama", texts=TEXTS):
+        model = small(family, CAUSAL_LM, layers=4, width=128)
+        adapt_(model.module, Lora(2, 4.0), model.family.classifier)
+        rng = stream(0, "adapters")
+        for name, parameter in model.trained().items():
+            if "lora_" in name:
+                size = 0.1 if "lora_A" in name else 0.01
+                parameter.data = size * torch.randn(parameter.shape, generator=rng)
+        with torch.enable_grad():
+            observed = observe(model, texts)
+        gradient = measured(observed.seen, observed.seen.update.tensors)
+        with torch.no_grad():
+            bag = sparse_tokens(model, layer_rows(model, gradient, 0)[0], UNLIMITED)
+        return model, list(observed.sequences), gradient, bag
+
+    return make
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@torch.no_grad()
+def test_the_shares_of_texts_add_up_to_those_of_the_batch(read, family):
+    model, own, gradient, bag = read(family)
+    search = _Search(model, gradient, bag, UNLIMITED)
+    share_NO = search._shares(own).sum(0)
+    factor = (share_NO * search._share_NO).sum() / share_NO.square().sum()
+    torch.testing.assert_close(factor * share_NO, search._share_NO, rtol=1e-3, atol=1e-3)
+
+
+@torch.no_grad()
+def test_gradients_of_texts_are_those_of_autograd(read):
+    model, own, gradient, bag = read()
+    search = _Search(model, gradient, bag, UNLIMITED)
+    names = adapters_of(model, gradient, 0)
+    for ids, gradient_OD in zip(own, search._gradients(own), strict=True):
+        sent = certificate.mean_gradient(model, [(ids, 0)], names)
+        slow_OD = torch.cat(sent) * (len(ids) - 1) / search._size_U[:, None]
+        torch.testing.assert_close(gradient_OD, slow_OD.double(), rtol=1e-3, atol=1e-4)
+
+
+@torch.no_grad()
+def test_the_texts_of_a_gradient_are_read(read):
+    model, own, gradient, bag = read()
+    read_texts = texts_of_bag(model, gradient, bag, UNLIMITED, unheard)
+    assert {certificate.close(model, text.ids) for text in read_texts} == set(own)
+
+
+@torch.no_grad()
+def test_a_text_of_which_a_token_is_not_known_is_no_other_text(read):
+    model, own, gradient, bag = read()
+    stays_N = bag.tokens_N != own[0][2]
+    stays_M = torch.ones(len(bag.axis_MD), dtype=torch.bool)
+    stays_M[-len(stays_N) :] = stays_N
+    lacking = replace(
+        bag,
+        tokens_N=bag.tokens_N[stays_N],
+        token_NO=bag.token_NO[stays_N],
+        share_NO=bag.share_NO[stays_N],
+        axis_MD=bag.axis_MD[stays_M],
+    )
+    read_texts = texts_of_bag(model, gradient, lacking, UNLIMITED, unheard)
+    assert {certificate.close(model, text.ids) for text in read_texts} <= {own[1]}
+
+
+@torch.no_grad()
+def test_a_text_that_is_read_leaves_no_shares(read):
+    model, own, gradient, bag = read(texts=TEXTS[:1])
+    search = _Search(model, gradient, bag, UNLIMITED)
+    text = search.text(12, UNLIMITED)
+    assert certificate.close(model, text.ids) == own[0]
+    assert search._left_NO.norm() < 1e-3 * search._share_NO.norm()
+    assert search.text(12, UNLIMITED) is None
+
+
+@torch.no_grad()
+def test_no_time_gives_no_text(read):
+    model, _, gradient, bag = read()
+    assert texts_of_bag(model, gradient, bag, Clock(0.0), unheard) == []
+
+
+@torch.no_grad()
+def test_shares_agree_of_right_texts_alone(read):
+    model, own, gradient, bag = read()
+    search = _Search(model, gradient, bag, UNLIMITED)
+    for ids in own:
+        (*words, last, end) = ids
+        exchanged = (*words[:-2], words[-1], words[-2], last, end)
+        wrong = [(*words, end), (*words, own[0][2], end), (*words, last, last, end), exchanged]
+        assert search._agreeing([text for text in wrong if text not in own]) is None
+        text = search._agreeing([*wrong[:1], ids])
+        assert text is not None
+        assert certificate.close(model, text.ids) == ids
+
+
+@torch.no_grad()
+def test_a_beam_says_of_its_prefixes_what_whole_prefixes_say(read):
+    model, _, gradient, bag = read()
+    search = _Search(model, gradient, bag, UNLIMITED)
+    beam, rows_N = search._begun(), torch.arange(len(bag.tokens_N))
+    for _ in range(3):
+        beam = search._grown(beam, rows_N, 4)
+    for row, ids in enumerate(beam.ids):
+        hidden_TD = search._hidden(torch.tensor([ids]))[0]
+        torch.testing.assert_close(beam.hidden_BD[row], hidden_TD[-1], rtol=1e-3, atol=1e-3)
+        again = search._begun()
+        for token in ids[len(again.ids[0]) :]:
+            again, _ = search._longer(again, torch.zeros(1).long(), torch.tensor([token]))
+        for part, slow in zip(beam.parts, again.parts, strict=True):
+            torch.testing.assert_close(part[row], slow[0], rtol=1e-3, atol=1e-3)
+
+
+@torch.no_grad()
+def test_the_beginning_of_a_text_is_not_enough(read, monkeypatch):
+    """Its shares lack nothing but what later tokens give, which may be little."""
+    model, own, gradient, bag = read()
+    search = _Search(model, gradient, bag, UNLIMITED)
+    ids = max(own, key=len)
+    share_NO = search._left_NO.clone()
+    monkeypatch.setattr(search, "_shares", lambda texts: share_NO[None])
+    share_NO[bag.tokens_N == ids[1]] *= -1
+    left_NO = search._left_NO
+    assert search._agreeing([ids]) is not None
+    search._left_NO, late = left_NO, torch.isin(bag.tokens_N, torch.tensor(ids[-4:-1]))
+    share_NO[late] *= -1
+    assert search._agreeing([ids]) is None
