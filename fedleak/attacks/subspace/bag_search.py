@@ -190,12 +190,12 @@ class _Search:
         tokens_N = self._bag.tokens_N
         # Of vectors of O numbers a share below sin^(O - 1) of an angle is so near to a given one.
         nats = -math.log(1 - _AGREES**2) / 2 * (self._left_NO.shape[1] - 1)
-        least = max(_SURE / nats, 2) if nats else math.inf
+        enough = max(_SURE / nats, 2) if nats else math.inf
         for ids, share_NO in zip(closed, self._shares(closed), strict=True):
             agrees_N = F.cosine_similarity(share_NO, self._left_NO, dim=-1) > _AGREES
             late_N = torch.isin(tokens_N, tokens_N.new_tensor(ids[-1 - _LATE : -1]))
             agree, tokens = int(agrees_N.sum()), len({*ids[:-1]})
-            if agree >= max(_AGREE * tokens, least) and (agrees_N & late_N).any():
+            if agree >= max(_AGREE * tokens, enough) and (agrees_N & late_N).any():
                 part_NO, left_NO = share_NO[agrees_N], self._left_NO[agrees_N]
                 factor = (part_NO * left_NO).sum() / part_NO.square().sum()
                 self._left_NO = self._left_NO - factor * share_NO
