@@ -22,7 +22,7 @@ M directions of first inputs, U rows of which some did not come, X any axes.
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,14 @@ from fedleak.attacks.subspace.answer import Judged, OnJudged
 from fedleak.attacks.subspace.depth_search import adapters_of, layer_rows
 from fedleak.attacks.subspace.sparse_bayes import Bag
 from fedleak.attacks.subspace.state_blocks import StateBlocks
-from fedleak.attacks.subspace.update_evidence import empty_cache, first_tokens, of_rows, unsaid
+from fedleak.attacks.subspace.update_evidence import (
+    empty_cache,
+    first_tokens,
+    last_hidden,
+    logits,
+    of_rows,
+    unsaid,
+)
 from fedleak.models import LanguageModel, is_target, pad
 
 if TYPE_CHECKING:
@@ -139,7 +146,6 @@ class _Search:
     ) -> None:
         """Takes the tokens of a batch, and reads the rows of as many layers as time allows."""
         self._model, self._bag = model, bag
-        self._outer: Any = model.module
         self._first, (self._end,) = first_tokens(model), certificate.close(model, ())
         self._adapters = [_module(model, name) for name in adapters_of(model, gradient, 0)]
         self._size_U = layer_rows(model, gradient, 0)[0].size_U
@@ -250,7 +256,7 @@ class _Search:
         pairs = zip(rows_B.tolist(), tokens_B.tolist(), strict=True)
         cache = of_rows(beam.cache, rows_B)
         with listening(self._inputs_of) as heard:
-            hidden_BD = self._hidden(tokens_B[:, None], cache)[:, -1]
+            hidden_BD = last_hidden(self._model, tokens_B[:, None], cache)[:, -1]
         parts = [part[rows_B] for part in beam.parts]
         layers = zip(self._blocks, self._inputs_of, parts, strict=True)
         whites = [blocks.beside(heard[module][0], part) for blocks, module, part in layers]
@@ -286,7 +292,7 @@ class _Search:
             some_X = slice(begin, begin + _AT_ONCE)
             behind = of_rows(cache, rows_X[some_X], self._last)
             with listening(modules, stop=True) as given, suppress(AllHeardError):
-                self._hidden(tokens_X[some_X, None], behind)
+                last_hidden(self._model, tokens_X[some_X, None], behind)
             for inputs, module in zip(heard, modules, strict=True):
                 inputs.append(given[module][0][:, -1])
         return [torch.cat(inputs).view(prefixes, len(tokens_N), -1) for inputs in heard]
@@ -296,10 +302,10 @@ class _Search:
         count, tokens_N = len(prefixes_CT), self._bag.tokens_N
         cache = empty_cache()
         if prefixes_CT.shape[1]:
-            self._hidden(prefixes_CT, cache)
+            last_hidden(self._model, prefixes_CT, cache)
         rows_X = torch.arange(count, device=tokens_N.device).repeat_interleave(len(tokens_N))
         with listening(self._inputs_of) as heard:
-            self._hidden(tokens_N.repeat(count)[:, None], of_rows(cache, rows_X))
+            last_hidden(self._model, tokens_N.repeat(count)[:, None], of_rows(cache, rows_X))
         inputs = (heard[module][0] for module in self._inputs_of)
         return [input_X1D.view(count, len(tokens_N), -1) for input_X1D in inputs]
 
@@ -316,7 +322,7 @@ class _Search:
         ids_CT, cache, likely = torch.cat([first_CT, tokens_N[begun]], 1), empty_cache(), []
         new_CT = ids_CT
         for _ in range(_LONG):
-            hidden_CD = self._hidden(new_CT, cache)[:, -1]
+            hidden_CD = last_hidden(self._model, new_CT, cache)[:, -1]
             likely_CN = self._log_probabilities(hidden_CD)[:, tokens_N]
             likely.append(likely_CN)
             drawn = torch.multinomial(likely_CN.softmax(-1).cpu(), 1, generator=rng).to(device)
@@ -338,9 +344,9 @@ class _Search:
         """Returns the adapters' gradients [B, O, D] of texts, each in units of its row's."""
         ids_BT, mask_BT = pad(texts, self._model.tokenizer.pad_token_id, self._model.device)
         with listening(self._adapters) as heard, torch.enable_grad():
-            hidden_BTD = self._hidden(ids_BT[:, :-1])
+            hidden_BTD = last_hidden(self._model, ids_BT[:, :-1])
             # As one matrix: with several, a product with each is computed, which takes longer.
-            logits_XV = self._logits(hidden_BTD.flatten(0, 1))
+            logits_XV = logits(self._model, hidden_BTD.flatten(0, 1))
             loss_X = F.cross_entropy(logits_XV, ids_BT[:, 1:].flatten(), reduction="none")
             loss = loss_X[is_target(self._model, ids_BT, mask_BT)[:, 1:].flatten()].sum()
             outputs = [heard[module][1] for module in self._adapters]
@@ -350,21 +356,9 @@ class _Search:
         gradient_BOD: Tensor = slope_BTO[..., came_U].double().mT @ given_BTD
         return gradient_BOD / self._size_U[came_U, None]
 
-    def _hidden(self, ids_BT: Tensor, cache: "DynamicCache | None" = None) -> Tensor:
-        """Returns the last hidden states [B, T, D], behind what a cache keeps; it grows."""
-        output = self._outer.base_model(
-            input_ids=ids_BT, past_key_values=cache, use_cache=cache is not None
-        )
-        hidden_BTD: Tensor = output.last_hidden_state
-        return hidden_BTD
-
-    def _logits(self, hidden_XD: Tensor) -> Tensor:
-        logits_XV: Tensor = self._outer.get_output_embeddings()(hidden_XD).float()
-        return logits_XV
-
     def _log_probabilities(self, hidden_BD: Tensor) -> Tensor:
         """Returns those [B, V] of the next token; of special ones only the end is likely."""
-        logits_BV = self._logits(hidden_BD)
+        logits_BV = logits(self._model, hidden_BD)
         logits_BV[:, [token for token in unsaid(self._model) if token != self._end]] = -math.inf
         return logits_BV.log_softmax(-1)
 

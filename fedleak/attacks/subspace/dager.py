@@ -194,15 +194,14 @@ def _by_rows(
         texts = [Judged(text, bag.left, math.inf)]
     elif model.family.causal and isinstance(gradient, BehindAdam):
         texts = read_depths(model, gradient, bag, clock, tell) or []
-    verdict, proved = _proved(model, texts, seen, clock)
+    if not texts and bag is None:
+        return None
     reason = _EXPLAINED
-    if bag is not None and model.task == CAUSAL_LM and not proved:
+    if bag is not None and model.task == CAUSAL_LM and not _proved(model, texts, seen, clock):
         alone = texts_of_bag(model, gradient, bag, clock, tell)
         if alone:
             texts, reason = alone, _ALONE
-            verdict, _ = _proved(model, texts, seen, clock)
-    if not texts and bag is None:
-        return None
+    verdict = certificate.judge(model, [text.ids for text in texts], seen, clock)
     diagnostics: dict[str, Any] = clock.late()
     if bag is not None:
         diagnostics |= {"rows": bag.token_NO.shape[1], "left": bag.left}
@@ -219,14 +218,13 @@ def _by_rows(
     return Reading.of(answer, tokens=bag.candidates, named=bag.told_apart)
 
 
-def _proved(
-    model: LanguageModel, texts: Sequence[Judged], seen: Observation, clock: Clock
-) -> tuple[certificate.Verdict, bool]:
-    """Returns what a gradient says of texts, and whether that or a client's steps prove them."""
+def _proved(model: LanguageModel, texts: Sequence[Judged], seen: Observation, clock: Clock) -> bool:
+    """Whether a gradient, or a client's steps, prove texts; what is proved is remembered."""
     ids = [text.ids for text in texts]
-    verdict = certificate.judge(model, ids, seen, clock)
-    made = None if verdict.verified else replay.replay(model, ids, seen, clock.left())
-    return verdict, verdict.verified or (made is not None and made.verified)
+    if certificate.judge(model, ids, seen, clock).verified:
+        return True
+    made = replay.replay(model, ids, seen, clock.left())
+    return made is not None and made.verified
 
 
 def candidates(

@@ -244,7 +244,7 @@ class Head(NamedTuple):
         gradient_VD = output_rows(model, gradients)
         if gradient_VD is None or not gradient_VD.any():
             return None
-        states = Spread.of(_states(model, texts_NT[:, :-1]).flatten(0, 1), signs=signs)
+        states = Spread.of(last_hidden(model, texts_NT[:, :-1]).flatten(0, 1), signs=signs)
         return cls(F.normalize(states.whitened(-gradient_VD)), states.whitening())
 
     def names(self, hidden_XD: Tensor) -> Tensor:
@@ -393,7 +393,7 @@ class UpdateEvidence:
         These are their log probabilities, and what a step along the update adds to them.
         """
         before, after = caches
-        hidden_NTD = _states(self._model, ids_NT, before)
+        hidden_NTD = last_hidden(self._model, ids_NT, before)
         before_NTV = _next(self._model, hidden_NTD)
         weights = self._model.trained()
         with copied_parameters(weights[name] for name in self._step):
@@ -408,7 +408,7 @@ class UpdateEvidence:
         """Returns the inputs [N, T, D] of layers, behind what a cache keeps; it grows."""
         modules = [layer.module for layer in layers]
         with listening(modules, stop=True) as heard, suppress(AllHeardError):
-            _states(self._model, ids_NT, cache)
+            last_hidden(self._model, ids_NT, cache)
         return [heard[module][0] for module in modules]
 
     def gradients(self, texts: Sequence[Ids]) -> tuple[Tensor, list[Tensor]]:
@@ -418,9 +418,9 @@ class UpdateEvidence:
         """
         ids_NT, mask_NT = pad(texts, self._model.tokenizer.pad_token_id, self._model.device)
         with listening([layer.module for layer in self.layers]) as heard, torch.enable_grad():
-            hidden_NTD = _states(self._model, ids_NT[:, :-1])
+            hidden_NTD = last_hidden(self._model, ids_NT[:, :-1])
             # As one matrix: with several, a product with each is computed, which takes longer.
-            logits_MV = _logits(self._model, hidden_NTD.flatten(0, 1))
+            logits_MV = logits(self._model, hidden_NTD.flatten(0, 1))
             loss_M = F.cross_entropy(logits_MV, ids_NT[:, 1:].flatten(), reduction="none")
             loss_N = (loss_M.view(len(texts), -1) * mask_NT[:, 1:]).sum(1)
             given = [heard[layer.module] for layer in self.layers]
@@ -482,7 +482,7 @@ def own_texts(model: LanguageModel, rng: torch.Generator) -> Tensor:
     # What earlier tokens give to attention is kept, not computed again.
     new_NT, cache = ids_NT, empty_cache()
     for _ in range(OWN_TOKENS):
-        next_NV = _next(model, _states(model, new_NT.to(model.device), cache)[:, -1]).exp()
+        next_NV = _next(model, last_hidden(model, new_NT.to(model.device), cache)[:, -1]).exp()
         new_NT = torch.multinomial(next_NV.cpu(), 1, generator=rng)
         ids_NT = torch.cat([ids_NT, new_NT], 1)
     return ids_NT.to(model.device)
@@ -496,7 +496,7 @@ def _tokens(
     slopes: list[list[Tensor]] = [[] for _ in modules]
     for part_NT in ids_NT.tensor_split(3):
         with listening(modules) as heard, torch.enable_grad():
-            logits_NTV = _logits(model, _states(model, part_NT[:, :-1]))
+            logits_NTV = logits(model, last_hidden(model, part_NT[:, :-1]))
             loss = F.cross_entropy(logits_NTV.mT, part_NT[:, 1:], reduction="sum")
             parts = torch.autograd.grad(loss, [heard[module][1] for module in modules])
         for number, (module, slope_NTO) in enumerate(zip(modules, parts, strict=True)):
@@ -506,7 +506,9 @@ def _tokens(
         yield torch.cat(inputs), torch.cat(outputs)
 
 
-def _states(model: LanguageModel, ids_NT: Tensor, cache: "DynamicCache | None" = None) -> Tensor:
+def last_hidden(
+    model: LanguageModel, ids_NT: Tensor, cache: "DynamicCache | None" = None
+) -> Tensor:
     """Returns the last hidden states [N, T, D], behind what a cache keeps; it grows."""
     outer: Any = model.module
     output = outer.base_model(input_ids=ids_NT, past_key_values=cache, use_cache=cache is not None)
@@ -514,7 +516,7 @@ def _states(model: LanguageModel, ids_NT: Tensor, cache: "DynamicCache | None" =
     return hidden_NTD
 
 
-def _logits(model: LanguageModel, hidden_XD: Tensor) -> Tensor:
+def logits(model: LanguageModel, hidden_XD: Tensor) -> Tensor:
     """Returns the logits [..., V] of the token behind each last hidden state [..., D]."""
     outer: Any = model.module
     logits_XV: Tensor = outer.get_output_embeddings()(hidden_XD).float()
@@ -523,7 +525,7 @@ def _logits(model: LanguageModel, hidden_XD: Tensor) -> Tensor:
 
 def _next(model: LanguageModel, hidden_XD: Tensor) -> Tensor:
     """Returns the log probability [..., V] of the token behind each last hidden state [..., D]."""
-    logits_XV = _logits(model, hidden_XD)
+    logits_XV = logits(model, hidden_XD)
     logits_XV[..., unsaid(model)] = NEVER
     return logits_XV.log_softmax(-1)
 
@@ -532,7 +534,7 @@ def log_probabilities(
     model: LanguageModel, ids_NT: Tensor, cache: "DynamicCache | None" = None
 ) -> Tensor:
     """Returns the log probability [N, T, V] of each next token; special tokens have almost none."""
-    return _next(model, _states(model, ids_NT, cache))
+    return _next(model, last_hidden(model, ids_NT, cache))
 
 
 def empty_cache() -> "DynamicCache":

@@ -11,6 +11,7 @@ from fedleak.attacks.measured_gradient import measured
 from fedleak.attacks.subspace.bag_search import _Search, texts_of_bag
 from fedleak.attacks.subspace.depth_search import adapters_of, layer_rows
 from fedleak.attacks.subspace.sparse_bayes import sparse_tokens
+from fedleak.attacks.subspace.update_evidence import last_hidden
 from fedleak.models import CAUSAL_LM
 from fedleak.models.lora import Lora, adapt_
 from fedleak.util.rng import stream
@@ -127,7 +128,7 @@ def test_a_beam_says_of_its_prefixes_what_whole_prefixes_say(read):
     for _ in range(3):
         beam = search._grown(beam, rows_N, 4)
     for row, ids in enumerate(beam.ids):
-        hidden_TD = search._hidden(torch.tensor([ids]))[0]
+        hidden_TD = last_hidden(model, torch.tensor([ids]))[0]
         torch.testing.assert_close(beam.hidden_BD[row], hidden_TD[-1], rtol=1e-3, atol=1e-3)
         again = search._begun()
         for token in ids[len(again.ids[0]) :]:

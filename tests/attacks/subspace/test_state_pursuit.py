@@ -175,7 +175,7 @@ def test_the_output_layer_names_the_next_token_of_a_right_prefix(small, observe,
     with torch.enable_grad():
         seen = sent(model, [own]) if adam else observe(model, words).seen
     update, _ = searched(model, seen)
-    states_TD = update_evidence._states(model, torch.tensor([own[:-1]]))[0]
+    states_TD = update_evidence.last_hidden(model, torch.tensor([own[:-1]]))[0]
     named_TV = update.head.names(states_TD)
     places = (named_TV > named_TV.gather(1, torch.tensor(own[1:])[:, None])).sum(1)
     assert len({*own}) == len(own)  # A repeated token has a row of several states.
