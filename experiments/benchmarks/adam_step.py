@@ -2,6 +2,7 @@
 
     python experiments/benchmarks/adam_step.py --model FOLDER --texts FILE [--batch 4]
         [--attack auto] [--seconds 60] [--rate 5e-5] [--clip 1] [--dropout] [--rank 8] [--sgd]
+        [--steps 4] [--bfloat16]
 
 FILE has a text on each line. The classifier is new, with two classes. With `--rank` adapters are
 trained, on other texts first, as in earlier rounds. Seconds are CPU time of this process. Beside
@@ -52,6 +53,8 @@ def main() -> None:
     parser.add_argument("--dropout", action="store_true")
     parser.add_argument("--rank", type=int, help="of adapters (all weights)")
     parser.add_argument("--sgd", action="store_true", help="steps of SGD, each of one text")
+    parser.add_argument("--steps", type=int, default=1, help="of AdamW, each of as many texts")
+    parser.add_argument("--bfloat16", action="store_true", help="autocast to it")
     options = parser.parse_args()
     torch.set_num_threads(1)
     lora = Lora(options.rank, 2 * options.rank) if options.rank else None
@@ -61,7 +64,8 @@ def main() -> None:
     lines = [line.strip() for line in options.texts.read_text().splitlines()]
     lines = [line for line in lines if 6 <= len(line.split()) <= 24]
     random.Random(options.seed).shuffle(lines)
-    needed = options.clients * options.batch + (WARM if lora else 0)
+    of_client = options.batch * options.steps
+    needed = options.clients * of_client + (WARM if lora else 0)
     if len(lines) < needed:
         parser.error(
             f"--texts has {len(lines)} texts of 6 to 24 words, and {needed} are needed: lower "
@@ -70,9 +74,12 @@ def main() -> None:
     clock.now = time.process_time
     made: Any = kinds()[options.attack]
     attack = made(seconds=options.seconds)
-    recipe = Recipe(optimiser="adamw", weight_decay=0.01, max_grad_norm=options.clip)
-    if options.sgd:
-        recipe = Recipe(max_grad_norm=options.clip)
+    recipe = Recipe(
+        optimiser="sgd" if options.sgd else "adamw",
+        weight_decay=0.0 if options.sgd else 0.01,
+        max_grad_norm=options.clip,
+        precision="bfloat16-mixed" if options.bfloat16 else "float32",
+    )
     how = LocalTraining(
         kind=UpdateKind.DELTA,
         batch_size=1 if options.sgd else options.batch,
@@ -83,7 +90,7 @@ def main() -> None:
     )
     known = Knowledge(
         learning_rate=options.rate,
-        local_steps=options.batch if options.sgd else 1,
+        local_steps=how.steps(of_client),
         local_epochs=1,
         dropout=options.dropout,
         recipe=recipe,
@@ -96,13 +103,13 @@ def main() -> None:
     alike: list[tuple[float, float]] = []
     previous: Sequence[tuple[int, ...]] = ()
     for client in range(options.clients):
-        texts = lines[client * options.batch :][: options.batch]
+        texts = lines[client * of_client :][:of_client]
         own = [tuple(ids) for ids in model.encode(texts)]
-        labels = [i % 2 for i in range(options.batch)]
+        labels = [i % 2 for i in range(of_client)]
         update = local_update_(model, own, labels, how, seed=client)
         load_parameters_(model, before)
         tensors = {
-            name: recipe.without_decay(value, before[name], options.rate, 1)
+            name: recipe.without_decay(value, before[name], options.rate, how.steps(of_client))
             for name, value in update.tensors.items()
         }
         seen = Observation(
@@ -127,11 +134,11 @@ def main() -> None:
             f"{seconds:.1f} CPU-s",
             flush=True,
         )
-    count, share = options.clients, wilson(exact, options.clients * options.batch)
+    count, share = options.clients, wilson(exact, options.clients * of_client)
     print(f"{right_tokens} of {all_tokens} tokens right, {named_tokens} named")
     rouge, others = mean(own for own, _ in alike), [other for _, other in alike[1:]]
     print(
-        f"{exact} of {count * options.batch} texts exact [{100 * share.low:.0f}, "
+        f"{exact} of {count * of_client} texts exact [{100 * share.low:.0f}, "
         f"{100 * share.high:.0f}], {proved} of {count} updates proved, ROUGE-L {rouge:.0f} "
         f"(another update's {mean(others) if others else math.nan:.0f})"
     )

@@ -1,7 +1,8 @@
 """What `state_pursuit` reads of a decoder's update, and how much of it is proved.
 
     python experiments/benchmarks/state_pursuit.py --model FOLDER --texts FILE \
-        [--attack auto] [--rank 8 [--clip 1] | --full [--clip 1] | --defense '{kind = "sign"}']
+        [--attack auto] [--rank 8 [--clip 1] | --full [--clip 1] | --defense '{kind = "sign"}'] \
+        [--bfloat16] [--lora-dropout 0.05]
 
 FILE has a text on each line. Clients make steps of AdamW on adapters, or with `--full` on all
 weights, which are first trained on other texts, as in earlier rounds. With `--defense` they send
@@ -27,7 +28,7 @@ from fedleak.models import CAUSAL_LM, LanguageModel, ModelSpec, load_parameters_
 from fedleak.models.lora import Lora
 from fedleak.training.local import local_update_
 from fedleak.training.observation import Knowledge, Observation, UpdateKind
-from fedleak.training.recipe import Recipe
+from fedleak.training.recipe import Precision, Recipe
 from fedleak.training.settings import LocalTraining
 from fedleak.util.errors import ConfigError
 from fedleak.util.rng import stream
@@ -63,6 +64,8 @@ def main() -> None:
     parser.add_argument("--words", type=int, default=6, help="of a text, at least; at most 24")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("--bfloat16", action="store_true", help="autocast to it")
+    parser.add_argument("--lora-dropout", type=float, default=0.0, help="of adapters' inputs")
     parser.add_argument("--clients", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -82,7 +85,8 @@ def main() -> None:
         if isinstance(defense, TrustedAggregator):
             parser.error(f"{defense.kind} defends sums, and here each client is attacked alone")
     whole = options.full or defense
-    lora = None if whole else Lora(options.rank, 2 * options.rank)
+    dropout = options.lora_dropout
+    lora = None if whole else Lora(options.rank, 2 * options.rank, dropout=dropout)
     model = loading.load(ModelSpec(name=options.model, task=CAUSAL_LM, num_labels=2, lora=lora))
     lines = [line.strip() for line in options.texts.read_text().splitlines()]
     lines = [line for line in lines if options.words <= len(line.split()) <= 24]
@@ -95,9 +99,16 @@ def main() -> None:
             "needed: lower --words, --clients, --batch or --steps"
         )
     texts = [tuple(ids) for ids in model.encode(lines[:needed])]
-    recipe = replace(EARLIER.recipe, max_grad_norm=options.clip)
+    precision: Precision = "bfloat16-mixed" if options.bfloat16 else "float32"
+    recipe = replace(EARLIER.recipe, max_grad_norm=options.clip, precision=precision)
     rate = 5e-5 if options.rate is None else options.rate
-    how = replace(EARLIER, batch_size=options.batch, learning_rate=rate, recipe=recipe)
+    how = replace(
+        EARLIER,
+        batch_size=options.batch,
+        learning_rate=rate,
+        recipe=recipe,
+        dropout=dropout > 0,
+    )
     if defense is None and not options.first:
         earlier = replace(EARLIER, learning_rate=2e-5) if options.full else EARLIER
         local_update_(model, texts[:WARM], [0] * WARM, earlier, seed=1)
@@ -157,7 +168,7 @@ def sent(model: LanguageModel, own: Sequence[tuple[int, ...]], how: LocalTrainin
         learning_rate=how.learning_rate,
         local_steps=how.steps(len(own)),
         local_epochs=how.epochs,
-        dropout=False,
+        dropout=how.dropout,
         recipe=how.recipe,
     )
     return Observation(round=2, client=0, update=update, knowledge=known)

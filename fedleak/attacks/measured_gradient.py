@@ -34,17 +34,21 @@ class MeasuredGradient(Observation):
         ulp_X = weight_X.abs() * _EPS / known.learning_rate
         return variance_X + (known.local_steps or 1) * ulp_X.square() / 3
 
+    @property
+    def divided(self) -> bool:
+        """Whether numbers were divided by their sizes, as Adam does, so that most are alike."""
+        recipe = self.knowledge.recipe
+        return recipe is not None and recipe.optimiser in ("adam", "adamw")
 
-def measured(seen: Observation, gradients: Mapping[str, Tensor]) -> MeasuredGradient | None:
-    """Returns the sum of gradients that an update is; None if it is none, or noise is added.
+
+def measured(seen: Observation, gradients: Mapping[str, Tensor]) -> MeasuredGradient:
+    """Returns what an update has of a gradient, or of a sum of gradients.
 
     Args:
         seen: The update.
         gradients: The same as a gradient, by parameter name.
     """
     known = seen.knowledge
-    if not known.adds_up or known.dropout or known.noise_scale:
-        return None
     if seen.update.kind == UpdateKind.GRADIENT:  # No weight was rounded.
         known = replace(known, learning_rate=None)
     update = replace(seen.update, kind=UpdateKind.GRADIENT, tensors=dict(gradients))

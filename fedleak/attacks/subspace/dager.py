@@ -73,9 +73,13 @@ from fedleak.training.observation import Observation
 _NOISY = 4
 """Part of the time for rows that may have noise, which takes long to show."""
 
+_BLURRED = 0.01
+"""Noise, as a share of rows, above which shares of tokens do not tell whether a text agrees."""
+
 _EXPLAINED = "nothing proved: these texts explain most"
 _ALONE = "nothing proved: each text explains what its tokens have in the first layer's adapters"
 _TOKENS = "nothing proved: these tokens alone explain the adapters of the first layer"
+_NOISE = "nothing proved: these tokens explain the adapters of the first layer but for noise"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,8 +130,7 @@ class Dager(Reader):
         behind, gradients = behind_adam(seen, model), certificate.as_gradient(seen)
         spans = None if behind else layer_spans(model, gradients)
         if spans is None or not (spans.first.exact and spans.second.exact):
-            gradient = behind or measured(seen, gradients)
-            by_rows = None if gradient is None else _by_rows(model, seen, gradient, clock, tell)
+            by_rows = _by_rows(model, seen, behind or measured(seen, gradients), clock, tell)
             if by_rows is not None:
                 return by_rows
         if spans is None:
@@ -188,29 +191,31 @@ def _by_rows(
     if names and names[0].endswith(LORA_A):  # earlier rounds have trained it
         matrix, _, _ = layer_rows(model, gradient, 0)
         known = isinstance(gradient, BehindAdam)
-        bag = sparse_tokens(model, matrix, clock if known else clock.part(_NOISY))
+        share = clock if known else clock.part(_NOISY)
+        bag = sparse_tokens(model, matrix, share, divided=gradient.divided)
     text = placed_text(bag) if bag is not None and gradient.update.num_examples == 1 else None
     if bag is not None and text is not None:
-        texts = [Judged(text, bag.left, math.inf)]
+        texts = [Judged(text, bag.noise, math.inf)]
     elif model.family.causal and isinstance(gradient, BehindAdam):
         texts = read_depths(model, gradient, bag, clock, tell) or []
     if not texts and bag is None:
         return None
     reason = _EXPLAINED
-    if bag is not None and model.task == CAUSAL_LM and not _proved(model, texts, seen, clock):
+    told_apart = bag is not None and bag.noise < _BLURRED and model.task == CAUSAL_LM
+    if bag is not None and told_apart and not _proved(model, texts, seen, clock):
         alone = texts_of_bag(model, gradient, bag, clock, tell)
         if alone:
             texts, reason = alone, _ALONE
     verdict = certificate.judge(model, [text.ids for text in texts], seen, clock)
     diagnostics: dict[str, Any] = clock.late()
     if bag is not None:
-        diagnostics |= {"rows": bag.token_NO.shape[1], "left": bag.left}
+        diagnostics |= {"rows": bag.token_NO.shape[1], "noise": bag.noise}
     answer = recovered(
         texts,
         verdict,
         tokens=None if bag is None or verdict.verified else bag.told_apart,
         diagnostics=diagnostics,
-        reason=reason if texts else _TOKENS,
+        reason=reason if texts else _NOISE if bag is not None and bag.noise else _TOKENS,
     )
     if bag is None:
         return Reading.of(answer)

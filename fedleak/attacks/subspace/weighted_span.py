@@ -36,7 +36,7 @@ _DRIFT = 1e-3
 _FASTER = 16
 """Far from a fit the rank grows by this part of itself at a time, and else by one."""
 
-MISFIT = 2.0
+_MISFIT = 2.0
 """A fit has a chi^2 below this, for each degree of freedom."""
 
 _CLOSER, _CLOSEST, _GAIN = 1e-2, 0.0, 1.0
@@ -171,7 +171,7 @@ class LowRank:
             fit = fit.wider(max(rank, 1) - fit.rank, _CLOSER)
             unknowns = fit.rank * (rows + width - fit.rank)
             free = max(int(self.weight_OD.count_nonzero()) - unknowns, 1)
-            fits = fit.square < MISFIT * free
+            fits = fit.square < _MISFIT * free
             if fits and fit.square + 2 * unknowns > criterion:
                 break
             if fits:

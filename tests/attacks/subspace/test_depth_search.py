@@ -11,7 +11,6 @@ from fedleak.attacks.adam_step import behind_adam
 from fedleak.attacks.auto.attack import Auto
 from fedleak.attacks.clock import UNLIMITED, Clock
 from fedleak.attacks.listening import listening
-from fedleak.attacks.measured_gradient import measured
 from fedleak.attacks.subspace import depth_search
 from fedleak.attacks.subspace.answer import Judged
 from fedleak.attacks.subspace.dager import Dager
@@ -19,6 +18,7 @@ from fedleak.attacks.subspace.depth_search import read_depths, spanned_layers
 from fedleak.attacks.subspace.span import ACCEPT
 from fedleak.attacks.subspace.sparse_bayes import sparse_tokens
 from fedleak.attacks.subspace.update_evidence import log_probabilities
+from fedleak.attacks.subspace.weighted_span import LowRank
 from fedleak.models import CAUSAL_LM, CLASSIFICATION
 from fedleak.models.lora import Lora, adapt_
 from fedleak.training.observation import UpdateKind
@@ -97,11 +97,11 @@ def test_an_encoders_tokens_are_more_than_its_adapters_have_rows(adapted, sent, 
 def test_a_decoders_tokens_are_more_than_its_adapters_have_rows(adapted, sent, family, rows):
     model = adapted(family, rank=2, width=128)
     own, seen = sent(model, TEXTS)
-    answer = Dager(seconds=5.0)(seen, model, rng=stream(0, "attack"))
+    answer = Dager(seconds=20.0)(seen, model, rng=stream(0, "attack"))
     assert answer.diagnostics["rows"] == rows
     assert set(answer.tokens) == {token for ids in own for token in ids[:-1]}
     closed = {certificate.close(model, ids) for ids in answer.sequences}
-    named = Auto(seconds=5.0)(seen, model, rng=stream(0, "attack"))
+    named = Auto(seconds=20.0)(seen, model, rng=stream(0, "attack"))
     if rows > 2:
         assert closed == set(own)
         assert named.verified
@@ -159,13 +159,49 @@ def test_a_decoders_gradient_shows_more_tokens_than_rows(adapted, observe):
     assert set(answer.tokens) == inputs
 
 
-def test_dropout_or_noise_hides_of_which_vectors_rows_are_mixes(adapted, observe):
-    model = adapted("bert", rank=2, width=128, task=CLASSIFICATION)
-    seen = observe(model, TEXTS).seen
-    for known in ({"dropout": True}, {"noise_scale": 1e-3}):
-        hidden = replace(seen, knowledge=replace(seen.knowledge, **known))
-        assert measured(hidden, hidden.update.tensors) is None
-        assert Dager()(hidden, model, rng=stream(0, "attack")).tokens is None
+@torch.no_grad()
+def test_numbers_that_adam_divided_count_by_the_size_of_inputs(adapted):
+    rng = torch.Generator().manual_seed(3)
+    model = adapted("bert", rank=8, width=128, task=CLASSIFICATION)
+    norm = model.module.get_submodule("bert.embeddings.LayerNorm")
+    norm.weight.copy_(10 ** torch.randn(128, generator=rng).clamp(-1, 1))
+    token_VD, _, _ = model.family.token_table(model.module).directions()
+    own = torch.randperm(model.vocabulary, generator=rng)[:8]
+    rows_OD = (torch.randn((8, 8), generator=rng) @ token_VD[own]).sign()
+    matrix = LowRank.of(rows_OD, torch.zeros_like(rows_OD))
+    right = {*own.tolist()}
+    bag = sparse_tokens(model, matrix, UNLIMITED, divided=True)
+    assert {*bag.tokens_N.tolist()} <= right
+    assert len(bag.tokens_N) >= 4
+    plain = sparse_tokens(model, matrix, UNLIMITED)
+    assert plain is None or len({*plain.tokens_N.tolist()} & right) < len(bag.tokens_N)
+
+
+@pytest.mark.parametrize(
+    ("how", "share"),
+    [
+        ({"recipe": Recipe(precision="bfloat16-mixed")}, 1.0),
+        (
+            {
+                "kind": UpdateKind.DELTA,
+                "batch_size": 1,
+                "learning_rate": 1e-4,
+                "recipe": Recipe(optimiser="adamw"),
+            },
+            0.3,
+        ),
+    ],
+    ids=["half precision", "steps of Adam"],
+)
+def test_what_blurs_rows_leaves_the_strongest_tokens(adapted, observe, how, share):
+    model = adapted("bert", rank=8, width=128, task=CLASSIFICATION)
+    observed = observe(model, TEXTS, **how)
+    answer = Dager()(observed.seen, model, rng=stream(0, "attack"))
+    tokens = {token for ids in observed.sequences for token in ids}
+    assert set(answer.tokens) <= tokens
+    assert len(answer.tokens) >= share * len(tokens)
+    assert not answer.verified
+    assert 0 < answer.diagnostics["noise"] < 1
 
 
 @torch.no_grad()
