@@ -25,7 +25,7 @@ enter where evidence grows with them: where mean (x_i^T S_o^-1 g_o)^2 > mean x_i
 least -2 log likelihood, and what the best of the vocabulary would explain by chance for each
 vector, counts. At last those vectors leave that explain no more than the best of as many that are
 in no row, which are the vocabulary's with the signs of some columns changed: so noise that is not
-Gaussian, or is taken for too small, names no words.
+Gaussian, or is taken for too small, names few words.
 
 Dropout changes an input alike in all rows, so what vectors leave of the rows is alike, too. Rows
 that are made orthonormal have such noise apart (Davies and Eldar 2012), and show what strong rows
