@@ -390,7 +390,7 @@ def sparse_support(
         return None
     # Of whole vocabularies float32 is enough.
     x_VD, known_KD = _unit(vector_VD).float(), _unit(known_KD)
-    size_D, best = x_VD.double().square().mean(0), None
+    size_D, best = x_VD.double().square().mean(0).clamp_min(_TINY), None
     for shape_D, patient in ((torch.ones_like(size_D), True), (size_D, False)):
         came = _Rows.of(matrix, known_KD, shape_D)
         support = _explaining(came, x_VD, clock, patient=patient)

@@ -194,6 +194,17 @@ def test_most_vectors_of_a_table_may_be_nearly_the_same(rng: torch.Generator) ->
     assert sorted(support.index_M.tolist()) == right
 
 
+def test_columns_in_which_no_input_has_anything_do_no_harm(rng: torch.Generator) -> None:
+    vector_VD = random(VECTORS, 128, rng=rng)
+    vector_VD[:, :3] = 0
+    rows_OD = random(4, 5, rng=rng) @ vector_VD[:5]
+    rows_OD += 0.1 * random(*rows_OD.shape, rng=rng)
+    rows = LowRank.of(rows_OD, torch.full_like(rows_OD, 1e-10))
+    support = sparse_support(rows, vector_VD, vector_VD[:0], UNLIMITED)
+    assert support is not None
+    assert sorted(support.index_M.tolist()) == [0, 1, 2, 3, 4]
+
+
 def test_no_time_gives_no_support(rng: torch.Generator) -> None:
     vector_VD = random(VECTORS, WIDTH, rng=rng)
     rows = noisy(random(3, 4, rng=rng) @ vector_VD[:4], rng)
