@@ -56,6 +56,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1, help="of AdamW, each of as many texts")
     parser.add_argument("--bfloat16", action="store_true", help="autocast to it")
     options = parser.parse_args()
+    if options.sgd and options.steps != 1:
+        parser.error("--steps are of AdamW, and --sgd makes one of each text: use --batch")
     torch.set_num_threads(1)
     lora = Lora(options.rank, 2 * options.rank) if options.rank else None
     model = loading.load(

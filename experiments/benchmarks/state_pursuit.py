@@ -71,10 +71,15 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     defense = None
-    if options.defense and (options.clip or options.rate is not None or options.first):
+    of_a_step = options.clip or options.rate is not None or options.first or options.bfloat16
+    if options.defense and of_a_step:
         parser.error(
-            "--clip, --rate and --first are of a step of AdamW, and --defense sends one gradient: "
-            "leave them out"
+            "--clip, --rate, --first and --bfloat16 are of a step of AdamW, and --defense sends "
+            "one gradient: leave them out"
+        )
+    if options.lora_dropout and (options.full or options.defense):
+        parser.error(
+            "--lora-dropout is of adapters, and --full and --defense have none: leave it out"
         )
     if options.defense:
         try:  # The kind is that of the table.

@@ -200,9 +200,10 @@ def _by_rows(
         texts = read_depths(model, gradient, bag, clock, tell) or []
     if not texts and bag is None:
         return None
-    reason = _EXPLAINED
-    told_apart = bag is not None and bag.noise < _BLURRED and model.task == CAUSAL_LM
-    if bag is not None and told_apart and not _proved(model, texts, seen, clock):
+    tokens_only = _NOISE if bag is not None and bag.noise else _TOKENS
+    reason = _EXPLAINED if texts else tokens_only
+    clear = bag is not None and bag.noise < _BLURRED and model.task == CAUSAL_LM
+    if bag is not None and clear and not _proved(model, texts, seen, clock):
         alone = texts_of_bag(model, gradient, bag, clock, tell)
         if alone:
             texts, reason = alone, _ALONE
@@ -215,7 +216,7 @@ def _by_rows(
         verdict,
         tokens=None if bag is None or verdict.verified else bag.told_apart,
         diagnostics=diagnostics,
-        reason=reason if texts else _NOISE if bag is not None and bag.noise else _TOKENS,
+        reason=reason,
     )
     if bag is None:
         return Reading.of(answer)

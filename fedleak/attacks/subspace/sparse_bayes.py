@@ -23,9 +23,10 @@ The first lowers its cost at each step (Wipf and Nagarajan 2010), and most y_i g
 enter where evidence grows with them: where mean (x_i^T S_o^-1 g_o)^2 > mean x_i^T S_o^-1 x_i
 (Tipping and Faul 2003). z_o begins large, so that strong vectors come first. The support with the
 least -2 log likelihood, and what the best of the vocabulary would explain by chance for each
-vector, counts. At last those vectors leave that explain no more than the best of as many that are
-in no row, which are the vocabulary's with the signs of some columns changed: so noise that is not
-Gaussian, or is taken for too small, names few words.
+vector, counts. At last those vectors leave that explain no more than the best of as many decoys,
+which are in no row: the vocabulary's with the signs of some columns changed (compare the knockoffs
+of Barber and Candes 2015). So noise that is not Gaussian, or is taken for too small, names few
+words.
 
 Dropout changes an input alike in all rows, so what vectors leave of the rows is alike, too. Rows
 that are made orthonormal have such noise apart (Davies and Eldar 2012), and show what strong rows
@@ -84,8 +85,8 @@ _FALL, _FALLS = 0.1, 0.7
 leave none, and then no vector would leave. It still falls if it falls to this part."""
 
 _MARGIN = 1.2
-"""What a vector of a row explains, in units of the best that is in no row: the best of as many
-others would exceed that by chance about once in 200."""
+"""What a vector explains at least, in units of the best decoy: the best of as many others would
+exceed that by chance about once in 200, of Gaussian noise."""
 
 _BEGIN, _LEAST, _MOST = 0.5, 1e-12, 4.0
 """Variance of the noise of a row that is not known, at first, at least and at most; rows have a
@@ -238,9 +239,9 @@ class _Rows:
         return float(square_OD[self.came].sum()) + count * _chance(len(left_OD), tested)
 
     def significant(self, x_VD: Tensor, index_M: Tensor) -> Tensor:
-        """Returns which vectors explain more than any of as many that are in no row.
+        """Returns which vectors explain more than any of as many decoys, that are in no row.
 
-        These have the signs of some columns changed. Those that explain least leave first.
+        Decoys have the signs of some columns changed. Those that explain least leave first.
         """
         rng = torch.Generator().manual_seed(0)
         sign_D = torch.randint(2, self.shape_D.shape, generator=rng).to(self.shape_D) * 2 - 1

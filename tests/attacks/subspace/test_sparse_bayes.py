@@ -170,6 +170,29 @@ def test_dropout_changes_inputs_alike_in_all_rows_and_names_no_others(
     assert len(index) >= 12
 
 
+@pytest.mark.parametrize(
+    ("heavy", "count", "enough"), [(False, 24, 22), (True, 16, 14)], ids=["even", "heavy columns"]
+)
+def test_weak_vectors_show_once_the_rows_are_orthonormal(
+    heavy: bool, count: int, enough: int
+) -> None:
+    """One search by the rows as they came names 15 of the 24, and 12 of the 16."""
+    rng = torch.Generator().manual_seed(6)
+    size_D = 10 ** random(192, rng=rng).clamp(-1, 1) if heavy else torch.ones(192).double()
+    vector_VD = random(VECTORS, 192, rng=rng) * size_D
+    right = torch.randperm(VECTORS, generator=rng)[:count]
+    kept_ND = torch.rand((count, 192), generator=rng) > 0.1
+    share_ON = random(8, count, rng=rng) * torch.logspace(0, 1, count)
+    rows_OD = share_ON @ (vector_VD[right] * kept_ND / 0.9)
+    support = sparse_support(
+        LowRank.of(rows_OD, 1e-8 * rows_OD.square()), vector_VD, vector_VD[:0], UNLIMITED
+    )
+    assert support is not None
+    index = {*support.index_M.tolist()}
+    assert index <= {*right.tolist()}
+    assert len(index) >= enough
+
+
 def test_noise_that_is_large_in_few_columns_names_no_vectors() -> None:
     rng = torch.Generator().manual_seed(6)
     vector_VD = random(2000, 128, rng=rng)
