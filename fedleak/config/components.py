@@ -110,9 +110,9 @@ def build_server(table: dict[str, Any]) -> Server:
     """
     names = ServerTable.model_fields
     common = checked(ServerTable, {k: v for k, v in table.items() if k in names}, "server.")
-    kind = _kind("server", {"mode": common.mode}, server_modes, "mode")
+    cls = _class("server", {"mode": common.mode}, server_modes, "mode")
     own = {key: value for key, value in table.items() if key not in names}
-    mode = build("server", server_modes.kinds()[kind], own)
+    mode = build("server", cls, own)
     return Server(mode, None if common.rounds is None else tuple(common.rounds), common.aggregate)
 
 
@@ -124,14 +124,14 @@ def build_attack(index: int, table: dict[str, Any]) -> NamedAttack:
     """
     settings = dict(table)
     where = f"attack[{index}]"
-    kind = _kind(where, settings, attacks)
-    name = settings.pop("name", kind)
+    cls = _class(where, settings, attacks)
+    name = settings.pop("name", cls.kind)
     if not isinstance(name, str) or not re.fullmatch(NAME, name) or len(name) > LONGEST_NAME:
         raise ConfigError(
             f"{where}.name = {name!r}: give it a word of letters, digits and . _ -, at most "
             f"{LONGEST_NAME} of them, a letter or digit first"
         )
-    attack = build(where, attacks.kinds()[kind], settings)
+    attack = build(where, cls, settings)
     return NamedAttack(name, attack, ThreatModel(attack.uses & QUESTIONS))
 
 
@@ -174,11 +174,11 @@ def build_placed(
     parts = []
     for index, table in enumerate(tables):
         settings, where = dict(table), f"{section}[{index}]"
-        kind = _kind(where, settings, package)
+        cls = _class(where, settings, package)
         clients = _clients(where, settings, num_clients)
-        part = build(where, package.kinds()[kind], settings)
+        part = build(where, cls, settings)
         if isinstance(part, TrustedAggregator) and clients is not None:
-            raise ConfigError(f"{where}.clients: {kind} is of all clients: leave the key out")
+            raise ConfigError(f"{where}.clients: {part.kind} is of all clients: leave the key out")
         parts.append(Placed(part, clients))
     return tuple(parts)
 
@@ -198,7 +198,8 @@ def _clients(where: str, settings: dict[str, Any], num_clients: int) -> tuple[in
     return tuple(clients)
 
 
-def _kind(where: str, settings: dict[str, Any], package: ModuleType, key: str = "kind") -> str:
+def _class(where: str, settings: dict[str, Any], package: ModuleType, key: str = "kind") -> Any:
+    """Takes the kind out of some settings, and returns its class."""
     known = package.kinds()
     kind = settings.pop(key, None)
     if kind is None:
@@ -207,7 +208,7 @@ def _kind(where: str, settings: dict[str, Any], package: ModuleType, key: str = 
         raise UnknownKindError(
             f"{where}.{key}: {unknown(key, str(kind), known)}" + discover(package).cannot_be_used()
         )
-    return str(kind)
+    return known[kind]
 
 
 def build(where: str, cls: type[Any], settings: dict[str, Any]) -> Any:

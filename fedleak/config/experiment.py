@@ -86,10 +86,10 @@ class Experiment(tables.Table):
         # An unknown preset is refused below, as any other wrong value.
         filled = merged(PRESETS.get(str(table.get("preset")), {}), table)
         client = filled.get("client")
-        if "attack" in filled or not isinstance(client, dict):
-            return filled
-        adaptive = client.get("optimiser") in ("adam", "adamw")
-        return filled | ({"attack": [{"kind": "auto"}, {"kind": "membership"}]} if adaptive else {})
+        adaptive = isinstance(client, dict) and client.get("optimiser") in ("adam", "adamw")
+        if adaptive and "attack" not in filled:
+            filled["attack"] = [{"kind": "auto"}, {"kind": "membership"}]
+        return filled
 
     def __hash__(self) -> int:
         """Lets an experiment be the key of a cache; equal ones have equal names and seeds."""
@@ -145,8 +145,8 @@ class Experiment(tables.Table):
     def modes_attacked(self) -> list[ServerMode | None]:
         """What the server does in the rounds that are attacked: each once; None is honest."""
         rounds = self.threat.rounds or range(1, self.federation.rounds + 1)
-        malicious = {round: self.mode_in(round) is not None for round in rounds}
-        return [self.server_built.mode if bad else None for bad in sorted({*malicious.values()})]
+        malicious = {self.mode_in(round) is not None for round in rounds}
+        return [self.server_built.mode if bad else None for bad in sorted(malicious)]
 
     @property
     def fingerprint(self) -> str:

@@ -179,12 +179,12 @@ class DataTable(Table):
         """Fills in the sizes that do not depend on how many rows there are."""
         if not isinstance(table, dict):
             return table
-        sizes = {key: table.get(key) for key in ("samples", "held_out")}
-        if sizes["samples"] is None and str(table.get("name")).startswith("builtin/"):
-            sizes["samples"] = SAMPLES
-        if sizes["samples"] is not None and sizes["held_out"] is None:
-            sizes["held_out"] = HELD_OUT
-        return table | {key: size for key, size in sizes.items() if size is not None}
+        filled = dict(table)
+        if filled.get("samples") is None and str(filled.get("name")).startswith("builtin/"):
+            filled["samples"] = SAMPLES
+        if filled.get("samples") is not None and filled.get("held_out") is None:
+            filled["held_out"] = HELD_OUT
+        return filled
 
 
 class FederationTable(Table):

@@ -23,7 +23,7 @@ from fedleak.config.checks import (
 from fedleak.config.federation.lookup import stored
 from fedleak.config.federation.workload import outline
 from fedleak.config.loading import load, parse
-from fedleak.config.presets import PRESETS, settings
+from fedleak.config.presets import PRESETS
 from fedleak.config.sent_parameters import captured_parameters
 from fedleak.config.wording import difference
 from fedleak.defenses.gaussian_noise import GaussianNoise
@@ -36,6 +36,7 @@ from fedleak.training.observation import ThreatModel, UpdateKind
 from fedleak.training.recipe import Recipe
 from fedleak.util import plain_files
 from fedleak.util.errors import ConfigError, FedleakError, unknown
+from fedleak.util.nested import flat
 
 pytestmark = pytest.mark.core
 
@@ -389,7 +390,7 @@ def test_a_preset_fills_in_what_the_file_leaves_out():
 def test_what_a_preset_sets_are_keys_of_an_experiment(preset):
     experiment = parse(table_of(preset=preset, model={"name": "builtin/llama-tiny"}, attack=[]))
     table = experiment.model_dump(mode="json")
-    for key, value in settings(preset):
+    for key, value in flat(PRESETS[preset]):
         assert reduce(lambda part, name: part[name], key.split("."), table) == value
 
 

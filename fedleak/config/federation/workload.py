@@ -121,11 +121,11 @@ def candidates(
             f"attack {attack.name!r}: candidates: {file!r} has {len(sequences):,} texts: give at "
             f"most {MOST_CANDIDATES:,}"
         )
-    row = {ids: number for number, ids in reversed([*enumerate(sequences, start=1)])}
-    for number, ids in enumerate(sequences, start=1):
-        if row[ids] != number:
+    first_row: dict[tuple[int, ...], int] = {}
+    for row, ids in enumerate(sequences, start=1):
+        if first_row.setdefault(ids, row) != row:
             raise ConfigError(
-                f"attack {attack.name!r}: candidates: rows {row[ids]} and {number} of {file!r} "
+                f"attack {attack.name!r}: candidates: rows {first_row[ids]} and {row} of {file!r} "
                 "have the same text to the model: remove one"
             )
     return {"sequences": sequences, "labels": corpus.labels if classifies else ()}

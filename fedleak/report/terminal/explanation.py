@@ -6,11 +6,12 @@ from rich.console import Console
 from rich.table import Table
 
 from fedleak.audit.explanation import Applicability, Explanation
-from fedleak.config import presets
 from fedleak.config.experiment import Experiment
 from fedleak.config.federation import schedule
+from fedleak.config.presets import PRESETS
 from fedleak.defenses.secure_sum import hidden_among
 from fedleak.report.words import MALICIOUS, counted, in_words
+from fedleak.util.nested import flat
 from fedleak.util.sanitise import markup
 
 
@@ -65,7 +66,7 @@ def _preset(experiment: Experiment) -> list[str]:
         return []
     table = experiment.model_dump(mode="json")
     lines = [f"preset {experiment.preset}"]
-    for key, value in presets.settings(experiment.preset):
+    for key, value in flat(PRESETS[experiment.preset]):
         own: Any = table
         for part in key.split("."):
             own = own and own[part]
