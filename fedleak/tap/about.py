@@ -39,12 +39,14 @@ class TrainingTable(StepTable):
         if (self.learning_rate is None) == (self.learning_rate_key is None):
             yield "give one of learning_rate and learning_rate_key"
 
+    @property
+    def examples_in_step(self) -> int:
+        """Examples in a step of the optimiser."""
+        return self.batch_size * self.accumulate
+
     def steps(self, num_examples: int) -> int:
         """Returns the optimiser's steps over so many examples."""
-        if self.local_steps is not None:
-            return self.local_steps
-        batches = -(-num_examples // self.batch_size)
-        return self.local_epochs * -(-batches // self.accumulate)
+        return self.local_steps or self.local_epochs * -(-num_examples // self.examples_in_step)
 
 
 class ReplyTable(Table):

@@ -9,13 +9,11 @@ Equal arrays of several messages are one file. These files hold what clients sen
 nothing in them is to be trusted: `fedleak.tap.importing` checks it.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import safetensors
 import safetensors.numpy
@@ -25,9 +23,6 @@ from pydantic import Field, JsonValue
 from fedleak.store import files
 from fedleak.store.lines import Lines, Record
 from fedleak.util.errors import ConfigError, FedleakError
-
-if TYPE_CHECKING:  # the core has no torch, and only a reader needs it
-    from torch import Tensor
 
 MOST_ROUNDS = 100_000
 """The most rounds of a tap; a message of a later round is damaged."""
@@ -150,15 +145,6 @@ class Tapped:
         """
         with self.opened(kept) as file:
             return list(file.keys())
-
-    def read_arrays(self, kept: KeptArrays, names: Sequence[str]) -> dict[str, Tensor]:
-        """Reads arrays of a record by their names.
-
-        Raises:
-            FedleakError: The file is missing or damaged.
-        """
-        with self.opened(kept) as file:
-            return {name: file.get_tensor(name) for name in names}
 
     @contextmanager
     def opened(self, kept: KeptArrays) -> Iterator[Any]:

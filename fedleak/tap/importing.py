@@ -180,7 +180,7 @@ def _experiment(
             "algorithm": "fedsgd" if tap.kind == UpdateKind.GRADIENT else "fedavg",
             "clients": max(clients.values()) + 1,
             "rounds": rounds,
-            "batch_size": training.batch_size * (1 if steps else training.accumulate),
+            "batch_size": training.batch_size if steps else training.examples_in_step,
             "local_epochs": training.local_epochs,
             "learning_rate": training.learning_rate or updates[0].sent.learning_rate,
             "dropout": training.dropout,
@@ -298,7 +298,7 @@ def _truths(
             client=key[1],
             sequences=tuple(tap.tokenised(line.texts)),
             labels=tuple(line.labels) if classifies else (),
-            batch_size=min(training.batch_size * training.accumulate, len(line.texts)),
+            batch_size=min(training.examples_in_step, len(line.texts)),
         )
     bare = len(here) - len(truths)
     remarks = {

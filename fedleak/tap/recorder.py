@@ -194,9 +194,9 @@ def plain_numbers(content: RecordDict) -> dict[str, dict[str, Any]]:
     Raises:
         ValueError: They are too long.
     """
-    records = (content.metric_records, content.config_records)
     numbers: dict[str, dict[str, Any]] = {}
-    for name, record in itertools.chain.from_iterable(kind.items() for kind in records):
+    records = itertools.chain(content.metric_records.items(), content.config_records.items())
+    for name, record in records:
         numbers.setdefault(name, {}).update(plain(mapped(record, _few_bytes)))
     if (size := len(repr(numbers))) > MOST_BESIDE:
         raise ValueError(f"its metrics and configs have {size:,} characters")

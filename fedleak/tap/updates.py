@@ -117,14 +117,14 @@ class Tap:
             return sent
         return {**self._checkpoint, **sent}
 
-    def held_out(self) -> list[list[int]]:
+    def held_out(self) -> list[tuple[int, ...]]:
         """Returns the texts that no client has."""
         if (file := self.about.truth.held_out) is None:
             return []
         if data.files.TableFile(path=Path(file)).known:
             named = "truth.held_out"
             corpus = data.read_own(Path(file), text="text", label=None, classes=None, what=named)
-            return [list(ids) for ids in self.tokenised(corpus.texts)]
+            return self.tokenised(corpus.texts)
         try:
             with naming(Path(file), "read"):
                 text = content(Path(file), linked=True).decode()
@@ -132,7 +132,7 @@ class Tap:
             raise ConfigError(
                 f"truth.held_out = {file!r} is not UTF-8: save it as UTF-8"
             ) from error
-        return [list(ids) for ids in self.tokenised([t for t in text.splitlines() if t.strip()])]
+        return self.tokenised([line for line in text.splitlines() if line.strip()])
 
     def tokenised(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
         """Returns texts as clients feed them."""
@@ -147,8 +147,8 @@ class Tap:
         place = places.get(self.model.family.classifier[0])
         if self.about.model.task != CLASSIFICATION or place is None:
             return None
-        weight_CD, *_ = self.tapped.read_arrays(place.kept, place.names).values()
-        return len(weight_CD)
+        with self.tapped.opened(place.kept) as file:
+            return len(file.get_tensor(place.names[0]))
 
     # --- replies ----------------------------------------------------------------------------
 
@@ -269,8 +269,7 @@ class Tap:
         steps, rate = table.steps_said, self._rate(message)
         if table.schedule_rounds is not None:  # one rate in each round
             rate, _ = table.schedule_of_rate.in_round(rate, 1, message.round, table.recipe)
-            steps = {**steps, "schedule": "constant"}
-            steps |= {"schedule_rounds": None, "final_learning_rate": 0.0}
+            steps |= {"schedule": "constant", "schedule_rounds": None, "final_learning_rate": 0.0}
         return SentUpdate(
             num_examples=examples,
             payload="weights" if payload == "sum" else payload,
@@ -313,7 +312,7 @@ class Tap:
                 "key, or set reply.examples"
             )
         steps = 1 if self.kind == UpdateKind.GRADIENT else training.local_steps
-        step = training.batch_size * training.accumulate
+        step = training.examples_in_step
         if steps is not None and value > steps * step:
             raise RefusedError(
                 f"its number of examples is {value:,.0f}, but {steps:,} steps of {step:,} have "
