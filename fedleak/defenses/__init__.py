@@ -113,7 +113,7 @@ class Defense:
         """Whether the scale of its noise depends on the update."""
         return False
 
-    def solved(self, local: LocalTraining, budget: Budget) -> "Defense":
+    def solved(self, local: LocalTraining, budget: Budget) -> Self:
         """Returns the defense with its noise worked out, if an epsilon was given instead.
 
         Raises:
@@ -164,6 +164,12 @@ class NoiseOrEpsilon(Defense):
     def __post_init__(self) -> None:
         if (self.noise_multiplier is None) == (self.epsilon is None):
             raise ConfigError("give either noise_multiplier or epsilon")
+
+    @property
+    def _noise(self) -> float:
+        """The noise multiplier, once it is worked out."""
+        assert self.noise_multiplier is not None
+        return self.noise_multiplier
 
     def solved(self, local: LocalTraining, budget: Budget) -> Self:
         """Returns the defense with the noise that its epsilon takes."""

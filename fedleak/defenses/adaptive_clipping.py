@@ -50,14 +50,12 @@ class AdaptiveClipping(CentralDp):
         return replace(self, max_norm=norm)
 
     def _noise_on_count(self, clients: int) -> float:
-        assert self.noise_multiplier is not None
-        return max(clients / FEWEST, self.noise_multiplier)
+        return max(clients / FEWEST, self._noise)
 
     def noise_on_mean(self, clients: int, round: int = 1) -> float:
         """Returns the standard deviation of the noise on a number of the mean, at this norm."""
-        assert self.noise_multiplier is not None
         count = 2 * self._noise_on_count(clients)
-        noise = 1 / math.sqrt(self.noise_multiplier**-2 - count**-2)
+        noise = 1 / math.sqrt(self._noise**-2 - count**-2)
         return noise * self.max_norm / clients
 
     def update_claims(self, local: LocalTraining, num_examples: int) -> Claims:

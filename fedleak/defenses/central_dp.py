@@ -57,8 +57,7 @@ class CentralDp(NoiseOrEpsilon, TrustedAggregator):
 
     def noise_on_mean(self, clients: int, round: int = 1) -> float:
         """Returns the standard deviation of the noise on a number of the mean."""
-        assert self.noise_multiplier is not None
-        return self.noise_multiplier * self.max_norm / clients
+        return self._noise * self.max_norm / clients
 
     def round_obstacle(self, clients: int, parameters: Collection[frozenset[str]]) -> str | None:
         """Returns that clients send different parameters, if they do."""

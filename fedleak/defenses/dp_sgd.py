@@ -47,15 +47,14 @@ class DpSgd(NoiseOrEpsilon):
 
     def update_claims(self, local: LocalTraining, num_examples: int) -> Claims:
         """Returns the noise on the update, and how far an example moves a FedSGD gradient."""
-        assert self.noise_multiplier is not None
         moved = self.max_grad_norm / self._expected(local, num_examples)
         if local.kind == UpdateKind.GRADIENT:
-            return Claims(noise_scale=self.noise_multiplier * moved, example_norm=moved)
+            return Claims(noise_scale=self._noise * moved, example_norm=moved)
         if not local.recipe.plain:
             return Claims()  # an optimiser scales the noise as it scales the gradient
         # Later steps start from weights that earlier noise has moved: this is the noise added.
         steps = math.sqrt(local.steps(num_examples))
-        return Claims(noise_scale=local.learning_rate * steps * self.noise_multiplier * moved)
+        return Claims(noise_scale=local.learning_rate * steps * self._noise * moved)
 
     def event(self, local: LocalTraining, num_examples: int, round: int) -> Event:
         """Returns a round's steps."""

@@ -42,5 +42,4 @@ class LocalDp(NoiseOrEpsilon):
 
     @property
     def _sigma(self) -> float:
-        assert self.noise_multiplier is not None
-        return 2 * self.max_norm * self.noise_multiplier
+        return 2 * self.max_norm * self._noise

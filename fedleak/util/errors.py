@@ -42,6 +42,19 @@ def about(subject: str) -> Iterator[None]:
         raise ConfigError(f"{subject}: {error}") from error
 
 
+@contextmanager
+def blaming(what: str) -> Iterator[None]:
+    """Says what failed where somebody's plugin is called, which may raise anything.
+
+    Raises:
+        FedleakError: What failed, and the error.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise FedleakError(f"{what}: {type(error).__name__}: {error}") from error
+
+
 def unknown(noun: str, name: str, known: Iterable[str]) -> str:
     """Returns a message for a name that does not exist, with the nearest one that does."""
     known = sorted(known)

@@ -15,7 +15,7 @@ from fedleak.training.observation import ClientUpdate
 from fedleak.training.privacy import accounting
 from fedleak.training.privacy.accounting import Event
 from fedleak.training.settings import LocalTraining
-from fedleak.util.errors import ConfigError, FedleakError, about
+from fedleak.util.errors import ConfigError, about, blaming
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,8 @@ class Protection:
         """
         effects = []
         for number, defense in self.defenses.items():
-            try:
+            with blaming(f"defense[{number}] ({defense.kind}) failed on an update"):
                 after = defense(update, rng=rng(number))
-            except Exception as error:  # a plugin may raise anything
-                raise FedleakError(
-                    f"defense[{number}] ({defense.kind}) failed on an update: "
-                    f"{type(error).__name__}: {error}"
-                ) from error
             # A defense that only changes training leaves the update as it is.
             did = {} if after is update else measured(update, after)
             effects.append({"defense": number, "kind": defense.kind, **did})
@@ -99,9 +94,7 @@ def aggregator_of(experiment: Experiment) -> TrustedAggregator | None:
     if (aggregator := experiment.aggregator) is None:
         return None
     budget = _budget(experiment, 1, max(rounds_of_clients(experiment), key=len))
-    solved = aggregator.solved(experiment.local_training, budget)
-    assert isinstance(solved, TrustedAggregator)
-    return solved
+    return aggregator.solved(experiment.local_training, budget)
 
 
 def _budget(experiment: Experiment, num_examples: int, rounds: Sequence[int]) -> Budget:

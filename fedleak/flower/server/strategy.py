@@ -27,7 +27,7 @@ from fedleak.models import CLASSIFICATION, LanguageModel
 from fedleak.store.run import Capture, Key, Run
 from fedleak.training.aggregation import WeightedSum, aggregate, difference
 from fedleak.training.observation import ClientUpdate, Knowledge, UpdateKind
-from fedleak.util.errors import FedleakError
+from fedleak.util.errors import FedleakError, blaming
 from fedleak.util.lists import first_of
 from fedleak.util.rng import stream
 
@@ -197,13 +197,8 @@ class CuriousServer(Strategy):
 
         def changed(*, targeted: bool) -> ArrayRecord:
             rng = stream(self._experiment.seed, "server", round)
-            try:
+            with blaming(f"round {round}: server.mode = {mode.kind!r} failed"):
                 changes = mode.broadcast(self._model, targeted=targeted, public=public, rng=rng)
-            except Exception as error:  # it may be anybody's mode
-                raise FedleakError(
-                    f"round {round}: server.mode = {mode.kind!r} failed: "
-                    f"{type(error).__name__}: {error}"
-                ) from error
             if not changes:
                 return arrays
             sent = changed_state(state, changes, mode.kind)
@@ -246,12 +241,12 @@ class CuriousServer(Strategy):
             following, moments = aggregate(broadcast, total, optimiser, moments)
         else:
             following = broadcast
-        captured = key_of_sum(self._experiment, round)
+        key = key_of_sum(self._experiment, round)
         if self._experiment.sees == "models" and total.tensors:
             rate = optimiser.learning_rate
-            self._capture_of_all(round, difference(broadcast, following, total, rate))
-        elif combined is not None and captured not in lookup.absent(self._run):
-            self._capture_of_all(round, self._seen_of_sum(combined))
+            self._capture_of_all(key, difference(broadcast, following, total, rate))
+        elif combined is not None and key not in lookup.absent(self._run):
+            self._capture_of_all(key, self._seen_of_sum(combined))
         if self._aggregator is not None:
             self._run.held.drop()
         if adam and round < self._experiment.federation.rounds:
@@ -325,9 +320,8 @@ class CuriousServer(Strategy):
             tensors[name] = combined.tensors[name] * (whole / weight if weight else 0.0)
         return ClientUpdate(combined.kind, tensors, own)
 
-    def _capture_of_all(self, round: int, update: ClientUpdate) -> None:
+    def _capture_of_all(self, key: Key, update: ClientUpdate) -> None:
         """Captures the update of a round: of all its clients, or of the target in the sum."""
-        key = key_of_sum(self._experiment, round)
         # The client with most examples made most steps; a target's update has fewer examples.
         examples = min(update.num_examples, max(self._examples.values()))
         capture = Capture(key, update, self._knowledge(examples))
@@ -355,11 +349,11 @@ class CuriousServer(Strategy):
         refusing = []
         for reply in failed:
             node = reply.metadata.src_node_id
-            if reply.error.code == REFUSED and node in self._waiting_for:
-                refusing.append(self._waiting_for.pop(node))
-                continue
-            self._problems.append(f"{self._name(node)}: {client_error(reply)}")
-            self._waiting_for.pop(node, None)
+            client = self._waiting_for.pop(node, None)
+            if client is not None and reply.error.code == REFUSED:
+                refusing.append(client)
+            else:
+                self._problems.append(f"{self._name(node)}: {client_error(reply)}")
         self._problems += [f"client {c}: did not answer" for c in self._waiting_for.values()]
         if self._problems:
             raise FedleakError(f"round {self._round}: {quoted(self._problems)}")
