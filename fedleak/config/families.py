@@ -9,7 +9,7 @@ A family is one key of a sweep that sets several keys at once:
     set.defense = [{ kind = "gaussian_noise", relative = "<strength>" }]
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -41,6 +41,13 @@ class FamilyTable(Table):
     without: list[str] = []
     """Names of attacks that cannot work on these updates: these cells lack them."""
 
+    def _problems(self) -> Iterator[str]:
+        """Yields what a family lacks, or has too much of."""
+        if (self.name == UNDEFENDED) != (not self.set):
+            yield f"the family {UNDEFENDED!r}, and no other, sets nothing"
+        if (self.strengths is not None) != (_filled(self.set, None) != self.set):
+            yield f"a family has strengths, and {STRENGTH!r} where they are set; or neither"
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -65,18 +72,10 @@ def checked_families(tables: Any) -> list[FamilyTable]:
     """
     if not isinstance(tables, list) or not tables or not all(isinstance(t, dict) for t in tables):
         raise ConfigError(f"sweep.family = {tables!r}: write each as a table [[sweep.family]]")
-    families = []
-    for number, table in enumerate(tables):
-        where = f"sweep.family[{number}]"
-        family = checked(FamilyTable, table, f"{where}: ")
-        if (family.name == UNDEFENDED) != (not family.set):
-            raise ConfigError(f"{where}: the family {UNDEFENDED!r}, and no other, sets nothing")
-        if (family.strengths is not None) != (_filled(family.set, None) != family.set):
-            raise ConfigError(
-                f"{where}: a family has strengths, and {STRENGTH!r} where they are set; or neither"
-            )
-        families.append(family)
-    return families
+    return [
+        checked(FamilyTable, table, f"sweep.family[{number}]: ")
+        for number, table in enumerate(tables)
+    ]
 
 
 def settings(families: Sequence[FamilyTable]) -> list[Setting]:
