@@ -68,9 +68,9 @@ def explain(experiment: Experiment) -> Explanation:
     """
     model = _model(experiment)
     settings = checks.attack_settings(experiment, model)
-    knows = experiment.server_facts | experiment.threat_model.knows
+    knows = experiment.server_facts.union(experiment.threat.knows)
     listed = {named.attack.kind for named in experiment.attacks}
-    by_default = checks.grant(settings, experiment.threat_model)
+    by_default = checks.grant(settings, experiment.threat.knows)
     return Explanation(
         captured=tuple(len(setting.shared) for setting in settings),
         parameters=len(model.trained()),
@@ -100,7 +100,7 @@ def _applicability(
     named: NamedAttack, settings: Sequence[AttackSetting], *, listed: bool
 ) -> Applicability:
     attack, problem = named.attack, None
-    settings = checks.grant(settings, named.threat)
+    settings = checks.grant(settings, named.threat.knows)
     if isinstance(attack, Equipped):
         try:
             attack.check_equipment()

@@ -1,18 +1,17 @@
 """Refuses an experiment whose attacks or defenses cannot work on its model."""
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from fedleak.attacks import AttackSetting, Batched
 from fedleak.attacks.server_modes import ModeSetting, ServerMode
 from fedleak.config.components import listed_as
 from fedleak.config.experiment import Experiment
-from fedleak.config.sent_parameters import captured_parameters, sent_by
+from fedleak.config.sent_parameters import captured_parameters, sent_by, sent_sizes
 from fedleak.config.tables import CANARY_OF_EVERY_CLIENT, GateTable
 from fedleak.models import CAUSAL_LM, LanguageModel
 from fedleak.models.parameter_selection import freezing
-from fedleak.training.observation import ThreatModel
 from fedleak.training.privacy.canaries import FEWEST_NUMBERS, most_canaries
 from fedleak.util.errors import ConfigError, unknown
 
@@ -135,9 +134,8 @@ def check_canaries(experiment: Experiment, model: LanguageModel) -> None:
             "these: leave one of them out; canaries can stay where each is a whole update, as with "
             "local_dp"
         )
-    sizes = {name: value.numel() for name, value in model.parameters().items()}
     for client in experiment.unlike_clients:
-        numbers = sum(sizes[name] for name in sent_by(experiment, client, model))
+        numbers = sum(sent_sizes(experiment, client, model).values())
         if table.count > (most := most_canaries(numbers)):
             raise ConfigError(
                 f"canary.count = {table.count}: client {client} sends {numbers:,} numbers, and a "
@@ -204,9 +202,9 @@ def setting_of(
     )
 
 
-def grant(settings: Sequence[AttackSetting], threat: ThreatModel) -> list[AttackSetting]:
+def grant(settings: Sequence[AttackSetting], facts: Iterable[str]) -> list[AttackSetting]:
     """Returns the settings of an attack that is granted facts."""
-    return [replace(setting, knows=setting.knows | threat.knows) for setting in settings]
+    return [replace(setting, knows=setting.knows.union(facts)) for setting in settings]
 
 
 def check_attacks(experiment: Experiment, model: LanguageModel) -> None:
@@ -221,7 +219,8 @@ def check_attacks(experiment: Experiment, model: LanguageModel) -> None:
     obstacles: dict[str, list[str | None]] = defaultdict(list)
     for named in experiment.attacks:
         named.check_equipment()
-        obstacles[named.listed_as] += map(named.attack.obstacle, grant(settings, named.threat))
+        granted = grant(settings, named.threat.knows)
+        obstacles[named.listed_as] += map(named.attack.obstacle, granted)
     for name, of_attack in obstacles.items():
         # If it works on some clients, the others' updates are inadmissible.
         if all(of_attack):

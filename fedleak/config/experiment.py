@@ -114,9 +114,9 @@ class Experiment(tables.Table):
         if self.threat.ladder:
             facts = GRANTABLE - self.absent_facts.keys()
             return tuple(rung for named in built for rung in components.on_each_rung(named, facts))
-        granted = self.threat_model.knows
         return tuple(
-            replace(named, threat=ThreatModel(granted | named.threat.knows)) for named in built
+            replace(named, threat=ThreatModel(named.threat.knows.union(self.threat.knows)))
+            for named in built
         )
 
     @cached_property
@@ -276,11 +276,6 @@ class Experiment(tables.Table):
         table = self.federation
         rate = table.server_learning_rate or table.learning_rate
         return ServerOptimiser(table.server_optimiser, rate)
-
-    @property
-    def threat_model(self) -> ThreatModel:
-        """What the attacker is told."""
-        return ThreatModel(frozenset(self.threat.knows))
 
     @property
     def absent_facts(self) -> dict[str, str]:

@@ -27,6 +27,12 @@ def sent_by(experiment: Experiment, client: int, model: LanguageModel) -> frozen
     return frozenset(name for name in selected if name in trained)
 
 
+def sent_sizes(experiment: Experiment, client: int, model: LanguageModel) -> dict[str, int]:
+    """Returns the size of each parameter that a client sends, by name."""
+    parameters = model.parameters()
+    return {name: parameters[name].numel() for name in sorted(sent_by(experiment, client, model))}
+
+
 def captured_parameters(
     experiment: Experiment, model: LanguageModel, mode: ServerMode | None = None
 ) -> list[frozenset[str]]:

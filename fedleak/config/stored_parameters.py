@@ -69,5 +69,5 @@ def _parameters_read(experiment: Experiment, setting: AttackSetting) -> dict[str
         if named.attack.obstacle(known) is None
         else frozenset()
         for named in experiment.attacks
-        for known in grant([setting], named.threat)
+        for known in grant([setting], named.threat.knows)
     }

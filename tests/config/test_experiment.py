@@ -32,7 +32,7 @@ from fedleak.models.lora import Lora
 from fedleak.running import sweep
 from fedleak.running.bench import markdown
 from fedleak.store.run import Run
-from fedleak.training.observation import ThreatModel, UpdateKind
+from fedleak.training.observation import UpdateKind
 from fedleak.training.recipe import Recipe
 from fedleak.util import plain_files
 from fedleak.util.errors import ConfigError, FedleakError, unknown
@@ -554,7 +554,7 @@ def test_overrides_are_toml_or_bare_words_and_make_tables(file):
     assert (experiment.model.name, experiment.data.name) == ("org/model", "quoted")
     (placed,) = experiment.defenses
     assert (placed.part, placed.clients) == (GaussianNoise(sigma=0.1), (1,))
-    assert experiment.threat_model.knows == {"labels"}
+    assert experiment.threat.knows == ["labels"]
     assert experiment == parse(
         table_of(
             attack=[{"kind": "dager"}],
@@ -646,7 +646,7 @@ def test_the_designs_experiment_is_right():
         ("dlg", Dlg(steps=100)),
     ]
     assert experiment.defenses[0].clients == (0, 2)
-    assert experiment.threat_model == ThreatModel(frozenset({"labels", "lengths", "batch_size"}))
+    assert experiment.threat.knows == ["labels", "lengths", "batch_size"]
     assert experiment.clients_per_round == 4
     assert experiment.local_training.kind == UpdateKind.GRADIENT
 
@@ -669,7 +669,7 @@ def test_defaults_are_those_of_the_design_and_probes_are_always_on():
     assert experiment.federation.model_dump() == federation
     assert (experiment.clients_per_round, experiment.update.share) == (4, "all")
     assert experiment.defenses == ()
-    assert experiment.threat_model.knows == frozenset()
+    assert experiment.threat.knows == []
     assert experiment.audit.controls
 
 

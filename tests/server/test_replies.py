@@ -61,7 +61,7 @@ class Round:
         if reply.has_content():
             reply.content = self.server.on_reply(reply)
             assert not reply.content
-            self.server.finish()
+            self.server.beside.finish()
         self.replies.append(reply)
 
     def end(self):

@@ -9,8 +9,9 @@ from pydantic import TypeAdapter
 from fedleak.audit.defense_checks.bench import Bench, Test
 from fedleak.audit.privacy.canaries import ALARM
 from fedleak.config.experiment import Experiment
-from fedleak.config.federation.canaries import ClientCanaries, client_canaries, sent_sizes
+from fedleak.config.federation.canaries import ClientCanaries, client_canaries
 from fedleak.config.federation.protection import Protection
+from fedleak.config.sent_parameters import sent_sizes
 from fedleak.config.tables import CanaryTable
 from fedleak.defenses import TrustedAggregator
 from fedleak.training.batches import passes

@@ -31,13 +31,13 @@ from torch import Tensor
 
 from fedleak.config.experiment import Experiment
 from fedleak.config.federation.protection import Protection
-from fedleak.config.sent_parameters import sent_by
+from fedleak.config.sent_parameters import sent_sizes
 from fedleak.defenses import TrustedAggregator
 from fedleak.models import LanguageModel
 from fedleak.training.batches import Records, passes
 from fedleak.training.observation import ClientUpdate, UpdateKind
 from fedleak.training.planted import DUMMIES, Planted
-from fedleak.training.privacy.canaries import Canaries
+from fedleak.training.privacy.canaries import Canaries, most_canaries
 from fedleak.training.steps import Batch
 from fedleak.training.truth import Coins
 from fedleak.util.rng import stream, stream_seed
@@ -165,14 +165,8 @@ def places(experiment: Experiment, client: int, round: int, model: LanguageModel
 
 def witnesses(experiment: Experiment, sizes: Mapping[str, int]) -> Canaries:
     """Returns directions that are in no update: equal scores in two betray the same noise."""
-    count = max(1, min(WITNESSES, sum(sizes.values()) // 256))
+    count = max(1, min(WITNESSES, most_canaries(sum(sizes.values()))))
     return Canaries(sizes, count, stream_seed(experiment.seed, "witnesses"))
-
-
-def sent_sizes(experiment: Experiment, client: int, model: LanguageModel) -> dict[str, int]:
-    """Returns the size of each parameter that a client sends, by name."""
-    parameters = model.parameters()
-    return {name: parameters[name].numel() for name in sorted(sent_by(experiment, client, model))}
 
 
 def client_canaries(
@@ -198,16 +192,17 @@ def client_canaries(
     local, held = protection.local, protection.num_examples
     of_fedsgd = local.kind == UpdateKind.GRADIENT
     whole = any(event.unit == "client" for event in protection.events(round))
-    poisson = local.private is not None and local.private.sampling == "poisson" and not whole
+    private = None if whole else local.private
+    poisson = private is not None and private.sampling == "poisson"
     size = min(local.batch_size, held)
     batches = passes(held, local) if of_fedsgd and not poisson and not whole else 1
     slot = (round - 1) % batches
     canaries = places(experiment, client, round, model)
-    coins_K = torch.rand(canaries.count, generator=stream(experiment.seed, "coins", client, slot))
-    private = None if whole else local.private
+    rng = stream(experiment.seed, "coins", client, slot)
+    inside_K = torch.rand(canaries.count, generator=rng) < 0.5
     steps = local.steps(held) if private is not None else 1
     coins = Coins(
-        inside=tuple((coins_K < 0.5).tolist()),
+        inside=tuple(inside_K.tolist()),
         slot=slot,
         copy=private is None,
         whole=whole,
@@ -224,13 +219,13 @@ def client_canaries(
     if private is not None:
         records = Records(held, canaries.count, poisson)
         # Each batch of a pass has a set of canaries of its own.
-        drawn_K = torch.ones_like(coins_K, dtype=torch.bool) if of_fedsgd and not poisson else None
+        drawn_K = torch.ones_like(inside_K) if of_fedsgd and not poisson else None
         lengths = list(map(len, texts.sequences))
         by_length = sorted(range(len(lengths)), key=lengths.__getitem__)
         dummies = texts.of([by_length[0], by_length[-1]])
         loudnesses = _spread(stream(experiment.seed, "loudness", client), round)
         norms = [private.max_grad_norm * TOO_LONG**loudness for loudness in loudnesses]
-        planted = Planted(canaries, coins_K < 0.5, dummies, tuple(norms), records, drawn_K)
+        planted = Planted(canaries, inside_K, dummies, tuple(norms), records, drawn_K)
         return ClientCanaries(canaries, coins, planted, 0.0)
     scale = TOO_LONG * _longest(protection) if whole else experiment.canary.norm / size
     if not of_fedsgd:

@@ -123,7 +123,7 @@ def protection(experiment: Experiment, client: int, num_examples: int) -> Protec
     for defense in solved.values():
         local = defense.training(local)
     client_protection = Protection(local, solved, num_examples)
-    if "noise_scale" in experiment.threat_model.knows and client_protection.scales_with_update():
+    if "noise_scale" in experiment.threat.knows and client_protection.scales_with_update():
         raise ConfigError(
             "threat.knows has noise_scale, and noise that is relative to an update has another "
             "scale in each: do not grant it, or give gaussian_noise a sigma"

@@ -138,7 +138,7 @@ def federate(
             evaluate_fn=evaluation(experiment, run, model, first - 1),
         )
     finally:
-        strategy.finish()
+        strategy.beside.finish()
 
 
 def first_open_round(experiment: Experiment, run: Run) -> int:

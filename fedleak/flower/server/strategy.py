@@ -154,10 +154,6 @@ class CuriousServer(Strategy):
         read = {name: value for name, value in tensors.items() if name in names}
         return replace(capture, update=replace(capture.update, tensors=read))
 
-    def finish(self) -> None:
-        """Waits until all that was received is on disk."""
-        self.beside.finish()
-
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
@@ -219,7 +215,7 @@ class CuriousServer(Strategy):
             FedleakError: A client failed, did not answer, or gave an answer that was refused.
         """
         round = server_round + self._offset
-        self.finish()
+        self.beside.finish()
         refusing = self._take_answers(reply for reply in replies if reply.has_error())
         broadcast, combined = self._run.models.read_model(round), None
         if self._sum is not None:
