@@ -137,8 +137,7 @@ class SentUpdate(StepTable):
         """Returns what the attacker knows; facts about texts are in the order of an observation."""
         facts = {name: getattr(self, name) for name in self.granted}
         if self.lengths:
-            lengths = self.lengths
-            order = sorted(range(len(lengths)), key=lambda i: lengths[i], reverse=True)
+            order = sorted(range(len(self.lengths)), key=self.lengths.__getitem__, reverse=True)
             for name in facts.keys() & {"labels", "lengths"}:
                 facts[name] = tuple(facts[name][i] for i in order)
         rate, recipe = self._stepped

@@ -280,11 +280,9 @@ def _truths(
     training = tap.about.training
     here = {(update.round, clients[node]) for update in updates for node in update.nodes}
     truths: dict[tuple[int, int], GroundTruth] = {}
-    strangers = 0
     for line in lines:
         key = _round_and_client(line, clients)
         if key not in here:
-            strangers += 1
             continue
         if key in truths:
             raise ConfigError(f"{file}: two lines are of round {key[0]} and client {key[1]}")
@@ -300,7 +298,7 @@ def _truths(
             labels=tuple(line.labels) if classifies else (),
             batch_size=min(training.examples_in_step, len(line.texts)),
         )
-    bare = len(here) - len(truths)
+    strangers, bare = len(lines) - len(truths), len(here) - len(truths)
     remarks = {
         f"{strangers} lines of {file} are of no update that is here": strangers,
         f"{bare} of {len(here)} batches have no truth, so answers cannot be scored": bare,
