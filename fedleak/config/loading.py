@@ -64,8 +64,7 @@ def with_defense(kind: str, overrides: Sequence[str] = ()) -> Experiment:
         "federation": {"clients": 4, "batch_size": 4},
         "defense": [{"kind": kind}],
     }
-    for override in overrides:
-        override_(table, override)
+    override_(table, overrides)
     try:
         return parse(table)
     except ConfigError as error:
@@ -102,8 +101,7 @@ def read_tables(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
             raise ConfigError(
                 f"{named} is not the run.json of a run, which has an 'experiment': give a TOML file"
             )
-    for override in overrides:
-        override_(table, override)
+    override_(table, overrides)
     return table
 
 
@@ -209,7 +207,7 @@ def limited(gate: GateTable, changes: Sequence[str]) -> GateTable:
     for change in changes:
         if not change.startswith("gate."):
             raise ConfigError(f"--set {change!r}: only gate can change here")
-        override_(tables, change)
+    override_(tables, changes)
     return checked(_Limits, tables).gate
 
 
@@ -329,33 +327,33 @@ def table_of(changes: Sequence[str], option: str = "--set") -> dict[str, Any]:
         ConfigError: An option has another form.
     """
     table: dict[str, Any] = {}
-    for change in changes:
-        override_(table, change, option)
+    override_(table, changes, option)
     return table
 
 
-def override_(table: dict[str, Any], override: str, option: str = "--set") -> None:
-    """Sets what an option of the command line says.
+def override_(table: dict[str, Any], overrides: Sequence[str], option: str = "--set") -> None:
+    """Sets what options of the command line say, one after the other.
 
     Args:
         table: The tables of an experiment file, or any other table.
-        override: `dotted.key=value` with the value in TOML; a bare word is a string.
+        overrides: `dotted.key=value` with the value in TOML; a bare word is a string.
         option: The name of the option, for messages.
 
     Raises:
-        ConfigError: The text has another form.
+        ConfigError: A text has another form.
     """
-    origin = f"{option} {override!r}"
-    key, equals, text = override.partition("=")
-    if not equals or not key.strip():
-        raise ConfigError(f"{origin}: write it as dotted.key=value")
-    try:
-        parsed = tomllib.loads(f"value = {text}")
-    except (tomllib.TOMLDecodeError, RecursionError):
-        parsed = {"value": text.strip()}
-    if len(parsed) > 1:
-        raise ConfigError(f"{origin}: it sets one key: give another {option} for the next")
-    set_(table, key.strip(), parsed["value"], origin)
+    for override in overrides:
+        origin = f"{option} {override!r}"
+        key, equals, text = override.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError(f"{origin}: write it as dotted.key=value")
+        try:
+            parsed = tomllib.loads(f"value = {text}")
+        except (tomllib.TOMLDecodeError, RecursionError):
+            parsed = {"value": text.strip()}
+        if len(parsed) > 1:
+            raise ConfigError(f"{origin}: it sets one key: give another {option} for the next")
+        set_(table, key.strip(), parsed["value"], origin)
 
 
 def set_(table: dict[str, Any], key: str, value: Any, origin: str) -> None:
