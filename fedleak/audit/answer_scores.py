@@ -38,12 +38,6 @@ _text = lru_cache(maxsize=rouge.PAIRS)(text_of)
 """Cached, because controls score the same texts many times."""
 
 
-@lru_cache(maxsize=rouge.PAIRS)
-def _content(ids: tuple[int, ...], special: frozenset[int]) -> tuple[int, ...]:
-    """Returns token ids without special tokens."""
-    return tuple(token for token in ids if token not in special)
-
-
 @dataclass(frozen=True)
 class TextPair:
     """A private text and an attack's answer for it; None: the attack has no answer for it."""
@@ -93,10 +87,8 @@ class _Match(NamedTuple):
 
 
 def _match(answers: Texts, truths: Texts, model: LanguageModel) -> _Match:
-    special, answers = model.special_ids(), counted(answers, len(truths), model)
-    answer_ids, truth_ids = (
-        [_content(tuple(ids), special) for ids in of_all] for of_all in (answers, truths)
-    )
+    answers = counted(answers, len(truths), model)
+    answer_ids, truth_ids = ([model.content(ids) for ids in texts] for texts in (answers, truths))
     answer_texts, truth_texts = (
         [_text(model.tokenizer, ids) for ids in of_all] for of_all in (answer_ids, truth_ids)
     )

@@ -6,7 +6,7 @@ A model is named by a hub id, a local folder, or `builtin/<name>`.
 import hashlib
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -160,6 +160,11 @@ class LanguageModel:
     def decode(self, ids: Sequence[int]) -> str:
         """Returns text, without special tokens."""
         return text_of(self.tokenizer, ids)
+
+    def content(self, ids: Iterable[int]) -> tuple[int, ...]:
+        """Returns token ids without special tokens."""
+        special = self.special_ids()
+        return tuple(token for token in ids if token not in special)
 
     def special_ids(self) -> frozenset[int]:
         """Returns the ids that are not content; an unknown word is content if it has its own."""

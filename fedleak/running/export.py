@@ -90,7 +90,7 @@ def _texts(run: Run) -> Mapping[tuple[Key, str], str]:
     """Returns each private text and what was read of it, as JSON, by update and attack."""
     refuse_purged(run)
     model = outline(stored(run), run.info()["num_labels"])
-    special, texts = model.special_ids(), {}
+    texts = {}
     for answer in read_answers(run):
         try:
             truth = read_truth(run, answer.key)
@@ -101,7 +101,7 @@ def _texts(run: Run) -> Mapping[tuple[Key, str], str]:
         pairs = score_answer(answer, truth, model).pairs if truth.sequences else ()
         read = [{"text": pair.truth, "read": pair.answer} for pair in pairs]
         if not read:  # the attack named no sequence
-            contents = [[token for token in ids if token not in special] for ids in truth.sequences]
+            contents = map(model.content, truth.sequences)
             read = [{"text": model.decode(ids), "read": None} for ids in contents]
         texts[answer.id] = json.dumps(read)
     return texts

@@ -197,7 +197,7 @@ def find(
         recognise: What finds personal data in a text.
     """
     items = []
-    for place, ids in enumerate(_contents(sequences, model)):
+    for place, ids in enumerate(map(model.content, sequences)):
         spans: list[Span] = []
         for span in recognise(model.decode(ids)):
             if all(span.end <= kept.start or kept.end <= span.start for kept in spans):
@@ -231,13 +231,8 @@ def read(
     lengths = {len(item.ids) for item in items}
     parts = {
         ids[start : start + length]
-        for ids in _contents(answers, model)
+        for ids in map(model.content, answers)
         for length in lengths
         for start in range(len(ids) - length + 1)
     }
     return tuple(item.ids in parts for item in items)
-
-
-def _contents(sequences: Iterable[Sequence[int]], model: LanguageModel) -> list[tuple[int, ...]]:
-    special = model.special_ids()
-    return [tuple(token for token in ids if token not in special) for ids in sequences]

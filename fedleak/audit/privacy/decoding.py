@@ -80,8 +80,7 @@ def written(
 
 def _content(model: LanguageModel, secret: Secret) -> tuple[int, ...]:
     """Returns the tokens of a secret, without an end mark."""
-    special = model.special_ids()
-    return tuple(token for token in secret.ids[secret.prompt :] if token not in special)
+    return model.content(secret.ids[secret.prompt :])
 
 
 def _written(

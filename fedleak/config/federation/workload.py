@@ -194,10 +194,9 @@ def unknown_fraction(workload: Workload, model: LanguageModel) -> float:
     Raises:
         ConfigError: The share is above `MOST_UNKNOWN`, or a text has no content.
     """
-    special, unknown = model.special_ids(), model.unknown_ids()
-    sequences = [*workload.sequences, *workload.held_out]
-    contents = [[token for token in ids if token not in special] for ids in sequences]
-    if empty := contents.count([]):
+    unknown = model.unknown_ids()
+    contents = [model.content(ids) for ids in (*workload.sequences, *workload.held_out)]
+    if empty := contents.count(()):
         raise ConfigError(
             f"{empty} of {len(contents)} texts have no token: the tokenizer of model.name knows "
             "nothing in them: remove them, or choose another model"
