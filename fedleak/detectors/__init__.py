@@ -25,6 +25,11 @@ from fedleak.util.plugins import discover, no_dataclass_of
 Weights = Mapping[str, NDArray[Any]]
 """Parameters by name."""
 
+Floats = NDArray[np.float64]
+
+ROUNDING = float(np.finfo(np.float32).eps)
+"""Twice the largest relative error of a number in float32 that is rounded once."""
+
 REFUSED = 1001
 """Code of the Flower error with which a client refuses a round. Its reason reveals no more."""
 
@@ -200,6 +205,14 @@ def digest(parameters: Weights) -> str:
         hashed.update(f"{len(name)} {name} {value.dtype.str} {value.shape} ".encode())
         hashed.update(np.ascontiguousarray(value).data)
     return hashed.hexdigest()
+
+
+def compared(before: Broadcast, now: Broadcast) -> Iterator[tuple[str, Floats, Floats]]:
+    """Yields by name the numbers of both models in the parameters that have the same shape."""
+    for name, value in now.parameters.items():
+        earlier = before.parameters.get(name)
+        if earlier is not None and earlier.shape == value.shape and value.dtype.kind == "f":
+            yield name, earlier.astype(np.float64), value.astype(np.float64)
 
 
 def matrices(parameters: Weights, but: Sequence[str] = ()) -> Iterator[tuple[str, NDArray[Any]]]:

@@ -6,8 +6,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from fedleak.detectors import Detector, Finding, Seen
-from fedleak.detectors.jump import ROUNDING
+from fedleak.detectors import ROUNDING, Detector, Finding, Seen, compared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +37,9 @@ class AdamBound(Detector):
         bound = movement.by_adam(before.round, seen.now.round)
         decay = movement.rate * rounds * movement.steps * movement.weight_decay
         largest, farthest = 0.0, "no number"
-        for name, value in seen.now.parameters.items():
-            earlier = before.parameters.get(name)
-            if earlier is None or earlier.shape != value.shape or value.dtype.kind != "f":
-                continue
-            moved = np.abs(value.astype(np.float64) - earlier)
-            sizes = np.abs(earlier.astype(np.float64)) + bound
+        for name, earlier, value in compared(before, seen.now):
+            moved = np.abs(value - earlier)
+            sizes = np.abs(earlier) + bound
             allowed = bound + (decay + rounds * movement.steps * ROUNDING) * sizes
             with np.errstate(divide="ignore", invalid="ignore"):
                 share = np.where(moved == 0, 0.0, moved / allowed)

@@ -4,13 +4,9 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-import numpy as np
 from pydantic import Field
 
-from fedleak.detectors import Broadcast, Detector, Finding, Seen
-
-ROUNDING = float(np.finfo(np.float32).eps)
-"""Twice the largest relative error of a number that is rounded once."""
+from fedleak.detectors import ROUNDING, Broadcast, Detector, Finding, Seen, compared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,12 +78,9 @@ def _moved(before: Broadcast, now: Broadcast) -> tuple[float, float, int]:
     """
     squares = length = 0.0
     numbers = 0
-    for name, value in now.parameters.items():
-        earlier = before.parameters.get(name)
-        if earlier is not None and earlier.shape == value.shape and value.dtype.kind == "f":
-            difference = (value.astype(np.float64) - earlier).ravel()
-            flat = earlier.astype(np.float64).ravel()
-            squares += float(difference @ difference)
-            length += float(flat @ flat)
-            numbers += value.size
+    for _, earlier, value in compared(before, now):
+        difference, flat = (value - earlier).ravel(), earlier.ravel()
+        squares += float(difference @ difference)
+        length += float(flat @ flat)
+        numbers += value.size
     return squares, math.sqrt(length), numbers

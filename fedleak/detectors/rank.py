@@ -6,9 +6,7 @@ from typing import Annotated, ClassVar
 import numpy as np
 from pydantic import Field
 
-from fedleak.detectors import SECOND_FACTOR, Detector, Finding, Seen, matrices
-
-PRECISION = float(np.finfo(np.float32).eps)
+from fedleak.detectors import ROUNDING, SECOND_FACTOR, Detector, Finding, Seen, matrices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +36,7 @@ class Rank(Detector):
             if not np.isfinite(gram).all():
                 return Finding(f"{name!r} holds numbers that are none", float("inf"), self.limit)
             squares = np.linalg.eigvalsh(gram).clip(min=0.0)
-            rank = int((squares > squares.max() * (full * PRECISION) ** 2).sum())
+            rank = int((squares > squares.max() * (full * ROUNDING) ** 2).sum())
             if 1 - rank / full > largest:
                 largest = 1 - rank / full
                 sentence = f"{name!r} lacks {100 * largest:.3g} % of its rank"
