@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from built import summary_of
+from built import evidence_of
 from tiny import Here, call, tables
 
 from fedleak import models
@@ -250,7 +250,7 @@ def test_the_table_the_page_and_the_gate_show_it(run):
 
 
 def test_a_limit_without_secrets_is_not_told():
-    check = limits._published("exposure", 2.0, summary_of())
+    check = limits._published("exposure", 2.0, evidence_of({}))
     assert check.outcome == Outcome.UNTOLD
     assert "the file has no [published]" in check.sentence
 
@@ -269,9 +269,8 @@ def test_the_gate_judges_models_that_were_trained_on_secrets(highs, outcome, say
         for round, high in enumerate(highs)
     )
     figure = PublishedFigure(count=4, measure="extracted", by="greedy", secrets=8, rounds=rounds)
-    check = limits._published(
-        "extracted", 0.6, summary_of(published=PublishedSummary(figures=(figure,)))
-    )
+    summary = PublishedSummary(figures=(figure,))
+    check = limits._published("extracted", 0.6, evidence_of({}, published=summary))
     assert check.outcome == outcome
     assert says in check.sentence
 

@@ -64,10 +64,8 @@ UTILITY: Mapping[str, int] = {"accuracy": 1, "f1": 1, "mcc": 1, "perplexity": -1
 def limit_checks(limits: GateTable, evidence: Evidence) -> list[Check]:
     """Returns a check for each limit on what was measured."""
     summary, checks = evidence.summary, list[Check]()
-    for names, compare in ((LEAKS, _leak), (MEMBERSHIP, _membership)):
+    for names, compare in ((LEAKS, _leak), (MEMBERSHIP, _membership), (PUBLISHED, _published)):
         checks += [compare(name, limit, evidence) for name, limit in _named(limits, names).items()]
-    planted = _named(limits, PUBLISHED)
-    checks += [_published(name, limit, summary) for name, limit in planted.items()]
     if limits.epsilon is not None:
         checks.append(_epsilon(limits.epsilon, evidence))
         if summary.canary is not None and limits.canary is None:
@@ -177,12 +175,12 @@ def _membership(name: str, limit: float, evidence: Evidence) -> Check:
     return _highest(name, leak.says, limit, figures, lacks)
 
 
-def _published(name: str, limit: float, summary: RunSummary) -> Check:
+def _published(name: str, limit: float, evidence: Evidence) -> Check:
     """Compares what any model that was trained on secrets gives away of them with a limit."""
-    if summary.published is None:
+    if (published := evidence.summary.published) is None:
         return untold(name, ["no secrets were planted: the file has no [published]"])
     figures = []
-    for figure in summary.published.figures:
+    for figure in published.figures:
         for row in figure.rounds if figure.measure == name else ():
             if row.round == 0:
                 continue  # nobody trained yet: this is the control, and no leak
