@@ -9,7 +9,7 @@ The checks feed texts of random tokens to the experiment's own model, and never 
 `bench` makes the updates, and the other modules test them.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Annotated
@@ -41,7 +41,7 @@ from fedleak.util.finite import all_finite
 from fedleak.util.rng import stream
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """One claim of a defense, put to the test.
 
@@ -139,15 +139,9 @@ def check(experiment: Experiment, sizes: Sequence[int] | None = None) -> list[Fi
             guarantees(bench),
             measured(bench, experiment, client),
         )
-        findings += _findings(f"defense[{number}] ({placed.part.kind})", tests)
-    return findings + _findings("the update", _all_together(experiment, model, texts, parts))
-
-
-def _findings(name: str, tests: Iterable[Test]) -> list[Finding]:
-    return [
-        Finding(defense=name, claim=claim, holds=holds, figures=figures)
-        for claim, holds, figures in tests
-    ]
+        findings += [Finding(f"defense[{number}] ({placed.part.kind})", *test) for test in tests]
+    together = _all_together(experiment, model, texts, parts)
+    return findings + [Finding("the update", *test) for test in together]
 
 
 def _all_together(
