@@ -38,6 +38,7 @@ from fedleak.training.privacy import accounting
 from fedleak.training.privacy.canaries import Floats, log_ratios, scores
 from fedleak.training.privacy.lower_bounds import (
     UNBOUNDED_MU,
+    Bounds,
     gaussian_bound,
     gaussian_epsilon,
     lower_bounds,
@@ -287,24 +288,26 @@ def _cells(tallied: Sequence[Tally]) -> Iterator[Sequence[Tally]]:
 
 def _bound(cell: Sequence[Tally], alpha: float, delta: float) -> CanaryBound:
     """Returns the bounds on the epsilon of the least protected client of a cell."""
-    coins = list(chain(*(tally.coins for tally in cell)))
-    shown = lower_bounds(
+    return CanaryBound(
+        client=cell[0].client if len(cell) == 1 else EVERYONE,
+        unit=cell[0].unit,
+        canaries=sum(len(tally.coins) for tally in cell),
+        updates=sum(len(tally.rows) for tally in cell),
+        in_copies=any(row.audited_copy for tally in cell for row in tally.rows),
+        epsilon=_accounted(cell),
+        **vars(_lower_bounds(cell, alpha, delta)),
+    )
+
+
+def _lower_bounds(cell: Sequence[Tally], alpha: float, delta: float) -> Bounds:
+    return lower_bounds(
         list(chain(*(tally.scores for tally in cell))),
-        coins,
+        list(chain(*(tally.coins for tally in cell))),
         alpha,
         delta,
         mu=max(tally.mu for tally in cell),
         sampled=any(tally.sampled for tally in cell),
         signed=cell[0].signed,
-    )
-    return CanaryBound(
-        client=cell[0].client if len(cell) == 1 else EVERYONE,
-        unit=cell[0].unit,
-        canaries=len(coins),
-        updates=sum(len(tally.rows) for tally in cell),
-        in_copies=any(row.audited_copy for tally in cell for row in tally.rows),
-        epsilon=_accounted(cell),
-        **vars(shown),
     )
 
 
@@ -323,8 +326,7 @@ def _contradiction(cell: Sequence[Tally], alpha: float, delta: float) -> str | N
     if _accounted(cell) == accounting.NONE:
         return None
     accounted = max(tally.least_epsilon for tally in cell)
-    shown = _bound(cell, alpha, delta)
-    largest = max(shown.gaussian or 0.0, shown.f_dp, shown.epsilon_delta)
+    largest = _lower_bounds(cell, alpha, delta).largest
     if largest <= accounted:
         return None
     who = f"client {cell[0].client}" if len(cell) == 1 else f"{len(cell)} clients together"
