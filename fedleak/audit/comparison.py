@@ -7,7 +7,7 @@ of a pair does not depend on how hard the text is, so it reveals smaller changes
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from pydantic import JsonValue
 
@@ -103,10 +103,10 @@ def _compare(before: Run, after: Run) -> Comparison:
     runs = before, after
     rows = [_rows(run) for run in runs]
     unpaired: Counter[str] = Counter()
-    texts = list(_common_texts(runs, rows, unpaired))
-    otherwise = _OTHER_TEXTS + _drawn_otherwise(runs)
-    drawn_otherwise = otherwise in unpaired and otherwise != _OTHER_TEXTS
-    if not texts and not drawn_otherwise:
+    poisson = any(row.sampling == "Poisson" for run in runs for row in run.rows(LEDGER))
+    otherwise = _OTHER_TEXTS + (_DRAWN if poisson else "")
+    texts = list(_common_texts(runs, rows, otherwise, unpaired))
+    if not texts and not (poisson and otherwise in unpaired):
         reasons = "; ".join(f"{count} texts: {reason}" for reason, count in unpaired.items())
         raise FedleakError(
             f"no text of {str(before.path)!r} is in {str(after.path)!r} ({reasons}): compare runs "
@@ -117,7 +117,8 @@ def _compare(before: Run, after: Run) -> Comparison:
     chosen = _most_granted(common, rows)
     for name in sorted({*attacks[0], *attacks[1]} - {*common}):
         unpaired[f"attack {name} is in one run only"] += len(texts)
-    largest = largest_client(before, stored(before))
+    earlier, later = map(stored, runs)
+    largest = largest_client(before, earlier)
     differences = []
     alone: list[tuple[str | None, list[str]]] = [(name, [name]) for name in common]
     for attack, names in [(None, chosen), *alone]:
@@ -136,8 +137,8 @@ def _compare(before: Run, after: Run) -> Comparison:
         after=str(after.path),
         texts=len(texts),
         unpaired=dict(unpaired),
-        servers=(malicious_server(stored(before)), malicious_server(stored(after))),
-        settings=_changed(stored(before), stored(after)),
+        servers=(malicious_server(earlier), malicious_server(later)),
+        settings=_changed(earlier, later),
         differences=tuple(differences),
         means=() if texts else tuple(_means(runs, rows, chosen)),
         correction=CORRECTION,
@@ -255,18 +256,19 @@ def _rows(run: Run) -> list[LeakageRow]:
 
 _OTHER_TEXTS = "the batch has other texts or other tokens"
 
-
-def _drawn_otherwise(runs: Iterable[Run]) -> str:
-    """Returns that Poisson sampling draws different batches; empty without such sampling."""
-    if not any(row.sampling == "Poisson" for run in runs for row in run.rows(LEDGER)):
-        return ""
-    return ' (Poisson sampling drew others: dp_sgd with sampling = "fixed" keeps the batches)'
+_DRAWN = ' (Poisson sampling drew others: dp_sgd with sampling = "fixed" keeps the batches)'
 
 
 def _common_texts(
-    runs: tuple[Run, Run], rows: Sequence[Sequence[LeakageRow]], unpaired: Counter[str]
+    runs: Sequence[Run],
+    rows: Sequence[Sequence[LeakageRow]],
+    otherwise: str,
+    unpaired: Counter[str],
 ) -> Iterator[Text]:
-    """Yields the texts of the batches that both runs have, and counts the others."""
+    """Yields the texts of the batches that both runs have, and counts the others, with reasons.
+
+    The reason for a batch with other texts is `otherwise`.
+    """
     sizes = [text_counts(run_rows) for run_rows in rows]
     for key in sorted({*sizes[0], *sizes[1]}):
         if key not in sizes[0] or key not in sizes[1]:
@@ -281,6 +283,6 @@ def _common_texts(
         if None in truths:
             unpaired["the private batch is not in the vault of both runs"] += sizes[0][key]
         elif len({tuple(map(tuple, truth.sequences)) for truth in truths if truth}) > 1:
-            unpaired[_OTHER_TEXTS + _drawn_otherwise(runs)] += sizes[0][key]
+            unpaired[otherwise] += sizes[0][key]
         else:
             yield from (Text(key, place) for place in range(sizes[0][key]))
