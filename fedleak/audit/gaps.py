@@ -181,10 +181,8 @@ def _failed(known: Known) -> Iterator[str]:
     """Says which answers failed, and why."""
     failed = [answer for answer in known.answers.values() if answer.status == Status.FAILED]
     if failed:
-        reasons = dict.fromkeys(f"{answer.attack}: {answer.reason}" for answer in failed)
         yield (
-            f"{len(failed)} of {len(known.answers)} answers failed "
-            f"({first_of(reasons, NAMED, '; ', '; and {} more reasons')}): "
+            f"{len(failed)} of {len(known.answers)} answers failed ({_reasons(failed)}): "
             f"`fedleak attack {known.run.path} --retry` tries them again"
         )
 
@@ -218,9 +216,13 @@ def _without_a_score(known: Known) -> Iterator[str]:
     answers = known.answers.values()
     lacking = [answer for answer in answers if answer.scores and answer.reason]
     if lacking:
-        reasons = dict.fromkeys(f"{answer.attack}: {answer.reason}" for answer in lacking)
-        named = first_of(reasons, NAMED, "; ", "; and {} more reasons")
-        yield f"{len(lacking)} of {len(answers)} answers lack a score ({named})"
+        yield f"{len(lacking)} of {len(answers)} answers lack a score ({_reasons(lacking)})"
+
+
+def _reasons(answers: Iterable[Answer]) -> str:
+    """Returns the first few reasons of answers, each with the attack."""
+    reasons = dict.fromkeys(f"{answer.attack}: {answer.reason}" for answer in answers)
+    return first_of(reasons, NAMED, "; ", "; and {} more reasons")
 
 
 def _smallest_sum(known: Known) -> Iterator[str]:

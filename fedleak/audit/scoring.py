@@ -129,10 +129,11 @@ def _noise_notes(run: Run, truths: Truths) -> list[str]:
     """Returns what noise is on updates that a malicious server took out of sums, by round."""
     notes = []
     for key, truth in truths.items():
-        own = None if truth is None or truth.noise_scale is None else own_truth(run, key)
-        if truth is None or own is None or own.noise_scale is None or own == truth:
+        if truth is None or truth.noise_scale is None:
             continue
-        assert truth.noise_scale is not None
+        own = own_truth(run, key)
+        if own is None or own.noise_scale is None or own == truth:
+            continue
         notes.append(
             f"round {key.round}: the noise of all clients of the sum stays on the update of client "
             f"{key.client}: its standard deviation is {truth.noise_scale:.3g}, "
@@ -208,9 +209,9 @@ def _guesses(
 ) -> Mapping[Key, Scores]:
     """Returns what held-out texts score against each truth."""
     model, experiment = recorded.model, recorded.experiment
-    if not (experiment.audit.controls and known):
-        return {key: Scores() for key in known}
-    held_out = read_held_out(run, model.vocabulary).sequences
+    held_out: answer_scores.Texts = ()
+    if experiment.audit.controls and known:
+        held_out = read_held_out(run, model.vocabulary).sequences
     return {
         key: answer_scores.guess(held_out, truth, model, experiment.seed)
         for key, truth in known.items()
