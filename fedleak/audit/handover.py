@@ -170,11 +170,9 @@ class _Check:
     def detection(self, key: Key, path: Path) -> Any:
         """Returns the content of a note on detectors; refuses one that cannot be of this run."""
         value, note = self._read_note(path, DetectionNote, "detectors")
-        own = self._experiment.detectors_of(key.client)
-        if any(
-            finding.place not in own or own[finding.place].kind != finding.detector
-            for finding in note.findings
-        ):
+        detectors = self._experiment.detectors_of(key.client)
+        own = {(place, detector.kind) for place, detector in detectors.items()}
+        if any((finding.place, finding.detector) not in own for finding in note.findings):
             raise _refused(f"{path}: client {key.client} has other detectors in this run")
         return value
 
@@ -222,10 +220,9 @@ class _Check:
 
     def _why_wrong_note(self, client: int, note: ClientNote) -> str | None:
         """Returns why a note cannot be of a client's defenses; None if it can."""
-        own = self._experiment.defenses_of(client)
-        if any(
-            did.defense not in own or own[did.defense].kind != did.kind for did in note.defenses
-        ):
+        defenses = self._experiment.defenses_of(client)
+        own = {(place, defense.kind) for place, defense in defenses.items()}
+        if any((did.defense, did.kind) not in own for did in note.defenses):
             return f"client {client} has other defenses in this run"
         most = self._experiment.local_training.steps(examples(self._run).training)
         if any(not 1 <= event.steps <= most for event in note.events):
