@@ -69,25 +69,23 @@ class Scores:
 
 
 class _Match(NamedTuple):
-    """Answers and the texts that they are meant for, one to one, content only.
+    """A private text and the answer that is meant for it, content only.
 
     Attributes:
-        answers: The answers that count, with special tokens.
-        chosen: For each text the index of its answer; None: it has no answer.
-        pairs: Each text and its answer, in words.
-        scores: The ROUGE of each text.
-        exact: Whether each text has the same tokens as its answer.
+        chosen: The index of the answer; None: there is none.
+        pair: Both in words.
+        score: The ROUGE of the text.
+        exact: Whether both have the same tokens.
     """
 
-    answers: Texts
-    chosen: Sequence[int | None]
-    pairs: tuple[TextPair, ...]
-    scores: list[Rouge]
-    exact: Sequence[bool]
+    chosen: int | None
+    pair: TextPair
+    score: Rouge
+    exact: bool
 
 
-def _match(answers: Texts, truths: Texts, model: LanguageModel) -> _Match:
-    answers = counted(answers, len(truths), model)
+def _matched(answers: Texts, truths: Texts, model: LanguageModel) -> list[_Match]:
+    """Returns each text with its answer, one to one."""
     answer_ids, truth_ids = ([model.content(ids) for ids in texts] for texts in (answers, truths))
     answer_texts, truth_texts = (
         [_text(model.tokenizer, ids) for ids in of_all] for of_all in (answer_ids, truth_ids)
@@ -97,17 +95,14 @@ def _match(answers: Texts, truths: Texts, model: LanguageModel) -> _Match:
         exact = 100.0 * (answer_ids[answer] == truth_ids[truth])
         return exact + sum(rouge.rouge(answer_texts[answer], truth_texts[truth]))
 
-    chosen = assign(len(answers), len(truths), similarity)
-    texts = [None if a is None else answer_texts[a] for a in chosen]
-    scores = [rouge.rouge(a or "", t) for a, t in zip(texts, truth_texts, strict=True)]
-    pairs = zip(truth_texts, texts, scores, strict=True)
-    return _Match(
-        answers,
-        chosen,
-        tuple(TextPair(truth, answer, score.rougeL) for truth, answer, score in pairs),
-        scores,
-        [a is not None and answer_ids[a] == t for a, t in zip(chosen, truth_ids, strict=True)],
-    )
+    matches = []
+    for place, chosen in enumerate(assign(len(answers), len(truths), similarity)):
+        answer = None if chosen is None else answer_texts[chosen]
+        score = rouge.rouge(answer or "", truth_texts[place])
+        exact = chosen is not None and answer_ids[chosen] == truth_ids[place]
+        pair = TextPair(truth_texts[place], answer, score.rougeL)
+        matches.append(_Match(chosen, pair, score, exact))
+    return matches
 
 
 def score_sequences(answers: Texts, truths: Texts, model: LanguageModel) -> Scores:
@@ -116,23 +111,27 @@ def score_sequences(answers: Texts, truths: Texts, model: LanguageModel) -> Scor
     Only the attack's first answers count, as many as there are texts, so that more answers do not
     give a better score.
     """
-    match = _match(answers, truths, model)
-    whole = [_text(model.tokenizer, tuple(ids), special=True) for ids in match.answers]
+    answers = counted(answers, len(truths), model)
+    matches = _matched(answers, truths, model)
+    whole, true = (
+        [_text(model.tokenizer, tuple(ids), special=True) for ids in texts]
+        for texts in (answers, truths)
+    )
     paper = [
-        rouge.rouge("" if a is None else whole[a], _text(model.tokenizer, tuple(t), special=True))
-        for a, t in zip(match.chosen, truths, strict=True)
+        rouge.rouge("" if match.chosen is None else whole[match.chosen], text)
+        for match, text in zip(matches, true, strict=True)
     ]
     scores = Scores(
-        content=rouge.mean(match.scores),
+        content=rouge.mean([match.score for match in matches]),
         paper=rouge.mean(paper),
-        exact_match=sum(match.exact) / len(match.exact),
+        exact_match=sum(match.exact for match in matches) / len(matches),
         texts=tuple(
-            TextScore(exact=e, rougeL=s.rougeL, token_recall=None)
-            for e, s in zip(match.exact, match.scores, strict=True)
+            TextScore(exact=match.exact, rougeL=match.score.rougeL, token_recall=None)
+            for match in matches
         ),
-        pairs=match.pairs,
+        pairs=tuple(match.pair for match in matches),
     )
-    return _with_tokens(scores, chain(*match.answers), truths, model)
+    return _with_tokens(scores, chain(*answers), truths, model)
 
 
 def score_control(
@@ -148,9 +147,9 @@ def score_control(
     """
     content = None
     if answers is not None:
-        match = _match(answers, truths, model)
-        content = rouge.mean(match.scores)
-        tokens = chain(*match.answers) if tokens is None else tokens
+        answers = counted(answers, len(truths), model)
+        content = rouge.mean([match.score for match in _matched(answers, truths, model)])
+        tokens = chain(*answers) if tokens is None else tokens
     recall = None if tokens is None else score_tokens(tokens, truths, model).recall
     return Scores(content=content, token_recall=recall)
 
