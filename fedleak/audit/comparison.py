@@ -112,10 +112,10 @@ def _compare(before: Run, after: Run) -> Comparison:
             f"no text of {str(before.path)!r} is in {str(after.path)!r} ({reasons}): compare runs "
             "with the same data, seed and federation"
         )
-    attacks = [sorted({row.attack for row in run_rows}) for run_rows in rows]
-    common = [name for name in attacks[0] if name in attacks[1]]
+    attacks = [{row.attack for row in run_rows} for run_rows in rows]
+    common = sorted(attacks[0] & attacks[1])
     chosen = _most_granted(common, rows)
-    for name in sorted({*attacks[0], *attacks[1]} - {*common}):
+    for name in sorted(attacks[0] ^ attacks[1]):
         unpaired[f"attack {name} is in one run only"] += len(texts)
     earlier, later = map(stored, runs)
     largest = largest_client(before, earlier)

@@ -24,6 +24,7 @@ from fedleak.store.records import LeakageRow, ScoredRows
 from fedleak.store.run import Run
 from fedleak.store.summaries import Estimate, RunSummary
 from fedleak.util.errors import FedleakError
+from fedleak.util.lists import grouped
 
 MEANS = dict.fromkeys(("rouge1", "rouge2", "rougeL", "control_rougeL", "guess_rougeL"), 100.0)
 MEANS |= dict.fromkeys(("token_recall", "token_precision"), 1.0)
@@ -50,10 +51,7 @@ def summarise(
     experiment, utility, planted = recorded.experiment, recorded.utility, recorded.published
     leakage, largest = rows.leakage, estimates.largest_client(run, experiment)
     finished = {answer.id: place for place, answer in enumerate(recorded.answers)}
-    attacks = {
-        name: attack_summary([row for row in leakage if row.attack == name], largest)
-        for name in sorted({row.attack for row in leakage})
-    }
+    by_attack = sorted(grouped(leakage, lambda row: row.attack).items())
     info = run.info()
     held_out = examples(run).held_out
     if info["status"] == "finished" and held_out:
@@ -77,7 +75,7 @@ def summarise(
         fedleak=info.get("versions", {}).get("fedleak"),
         model_fingerprint=info.get("model_fingerprint"),
         captures=len(run.captures.all_keys()),
-        attacks=attacks,
+        attacks={name: attack_summary(of_attack, largest) for name, of_attack in by_attack},
         worst_case=rungs.top.worst_case if rungs else worst_case(leakage, finished, largest),
         ladder=rungs,
         defenses=circumstances(experiment),
