@@ -167,11 +167,10 @@ def _make(run: Run, control: Run, plain: Experiment, keys: Sequence[Key]) -> Non
 def chosen(run: Run, experiment: Experiment) -> list[Key]:
     """Returns clients, drawn by the seed, of the first round that is attacked and has batches."""
     for round in range(1, experiment.federation.rounds + 1):
-        clients = clients_of_round(experiment, round)
         client_of_mode = target(experiment, round)
         keys = [
             Key(round, client)
-            for client in clients
+            for client in clients_of_round(experiment, round)
             if experiment.attacked(round, client) and client_of_mode in (None, client)
         ]
         there = [key for key in keys if text_count(run, key)]

@@ -156,7 +156,7 @@ def _readable_truth(run: Run, key: Key, model: LanguageModel) -> GroundTruth | N
         reason = f"a text of more than the {model.max_length} tokens that the model takes"
     else:
         return truth
-    raise CaptureError(f"{run.path / 'vault' / f'{key}.json'} is damaged ({reason})")
+    raise CaptureError(f"{run.vault.path(key)} is damaged ({reason})")
 
 
 def _scored(run: Run, recorded: Recorded, answers: Answers, truths: Truths) -> list[Scored]:

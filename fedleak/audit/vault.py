@@ -39,7 +39,7 @@ def own_truth(run: Run, key: Key) -> GroundTruth | None:
         value = run.vault.read_note(key)
     except FedleakError as error:
         raise CaptureError(str(error)) from error
-    return None if value is None else check_truth(value, key, run.path / "vault" / f"{key}.json")
+    return None if value is None else check_truth(value, key, run.vault.path(key))
 
 
 def _noise_around(run: Run, experiment: Experiment, key: Key, truth: GroundTruth) -> float | None:

@@ -32,6 +32,9 @@ LOUD = 1e4
 ROUNDING = 1e-3
 """Relative error of a norm: half of the numbers of a large model may round the same way."""
 
+DEVIATIONS = 5.0
+"""Standard deviations by which a figure that chance decides may be off: once in two million."""
+
 Test = tuple[str, bool, str]
 """Claim, whether it holds, and the figures."""
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from fedleak.audit.defense_checks.bench import (
+    DEVIATIONS,
     EXAMPLES,
     ROUNDING,
     Bench,
@@ -16,7 +17,7 @@ from fedleak.audit.defense_checks.bench import (
     rounded,
     zeroed,
 )
-from fedleak.audit.defense_checks.sent_update import DEVIATIONS, noise_tests
+from fedleak.audit.defense_checks.sent_update import noise_tests
 from fedleak.defenses.clip import norm_of
 from fedleak.training.observation import ClientUpdate
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
-from fedleak.audit.defense_checks.bench import Bench, Test
+from fedleak.audit.defense_checks.bench import DEVIATIONS, Bench, Test
 from fedleak.audit.metrics.noise import UNLIKELY
 from fedleak.training.batches import passes, round_batch
 from fedleak.training.observation import UpdateKind
@@ -16,9 +16,6 @@ from fedleak.util.rng import stream_seed
 
 MOST_ROUNDS, MOST_DRAWS = 1000, 2_000_000
 """Uses of a sampler that are tried, and draws of single examples."""
-
-DEVIATIONS = 5.0
-"""A rate that is off by so many standard deviations is noticed."""
 
 
 def draws(bench: Bench) -> Iterator[Test]:

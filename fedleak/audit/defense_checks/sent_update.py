@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from fedleak.audit.defense_checks.bench import (
+    DEVIATIONS,
     EXAMPLES,
     ROUNDING,
     Bench,
@@ -28,10 +29,6 @@ from fedleak.training.observation import ClientUpdate
 from fedleak.training.settings import LocalTraining
 from fedleak.training.steps import Batch
 from fedleak.util.rng import stream_seed
-
-DEVIATIONS = 5.0
-"""Standard deviations by which a figure that chance decides may be off: once in two million."""
-
 
 LENGTHS, NORMS, ALIKE = (3, 8, 15, 100), (0.5, 1.5, 30.0, 1e4), (3.0, 30.0)
 """Tokens of the texts of a batch; norms of their gradients, in clipping norms; and norms for
