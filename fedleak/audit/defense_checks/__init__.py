@@ -107,16 +107,16 @@ def check(experiment: Experiment, sizes: Sequence[int] | None = None) -> list[Fi
     split = read_data(experiment)
     model = loading.load(experiment.model_spec(len(split.train.label_names)))
     check_defenses(experiment, model)
-    parts = divide(experiment, split, model).parts
-    if experiment.data.on_nodes:
-        table = experiment.federation
-        sizes = [table.batch_size] * table.clients if sizes is None else sizes
-        parts = [list(range(size)) for size in sizes]
+    divided = [len(part) for part in divide(experiment, split, model).parts]
+    if not experiment.data.on_nodes:
+        sizes = divided
+    elif sizes is None:
+        sizes = [experiment.federation.batch_size] * experiment.federation.clients
     model = replace(model, response_template=())  # in random words there is no response
     texts, findings = random_texts(model, experiment.seed), []
     for number, placed in enumerate(experiment.defenses):
         client = placed.clients[0] if placed.clients else 0
-        of_client = protection(experiment, client, len(parts[client]))
+        of_client = protection(experiment, client, sizes[client])
         bench = Bench(
             model=model,
             texts=texts,
@@ -140,15 +140,15 @@ def check(experiment: Experiment, sizes: Sequence[int] | None = None) -> list[Fi
             measured(bench, experiment, client),
         )
         findings += [Finding(f"defense[{number}] ({placed.part.kind})", *test) for test in tests]
-    together = _all_together(experiment, model, texts, parts)
+    together = _all_together(experiment, model, texts, sizes[0])
     return findings + [Finding("the update", *test) for test in together]
 
 
 def _all_together(
-    experiment: Experiment, model: LanguageModel, texts: Batch, parts: Sequence[Sequence[int]]
+    experiment: Experiment, model: LanguageModel, texts: Batch, num_examples: int
 ) -> Iterator[Test]:
     """Tests the first client's update with all of its defenses, and how it moves the weights."""
-    of_client = protection(experiment, 0, len(parts[0]))
+    of_client = protection(experiment, 0, num_examples)
     # A batch of all examples, so that FedAvg makes one step.
     local = replace(of_client.local, batch_size=EXAMPLES, epochs=1)
     before = model.parameters()

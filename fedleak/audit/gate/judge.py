@@ -64,9 +64,9 @@ def judge(
     names = {*evidence.kinds, *(row.attack for row in evidence.rows.leakage)}
     checks.check_gate(limits, names, {*evidence.kinds.values(), *attacks.kinds()})
     counted = with_abstentions(evidence, limits.may_abstain, control)
-    gate_checks = limit_checks(limits, counted)
-    gate_checks += required_checks(limits, counted)
-    gate_checks += [
+    gate_checks = [
+        *limit_checks(limits, counted),
+        *required_checks(limits, counted),
         figures(evidence, accept_purged=accept_purged),
         genuine(evidence),
         own(evidence),

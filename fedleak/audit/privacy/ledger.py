@@ -162,12 +162,12 @@ def _drawn_otherwise(notes: Noted) -> Iterator[str]:
         if note is None or not note.drawn:
             continue
         for event in note.events:
-            if len(note.drawn) > event.steps and event.sampling == "Poisson":
-                yield (
-                    f"{key}: {len(note.drawn)} steps were made, and the ledger counts "
-                    f"{event.steps}: {CONTRADICTED}"
-                )
             if event.sampling == "Poisson":
+                if len(note.drawn) > event.steps:
+                    yield (
+                        f"{key}: {len(note.drawn)} steps were made, and the ledger counts "
+                        f"{event.steps}: {CONTRADICTED}"
+                    )
                 steps[key.client, note.records, event.sampling_rate] += note.drawn
             elif event.unit == "example":
                 part = (key.client, key if event.disjoint is None else event.disjoint)
