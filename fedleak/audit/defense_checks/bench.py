@@ -6,6 +6,7 @@ large.
 
 import math
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -191,27 +192,9 @@ def scaled(model: LanguageModel, scales: Sequence[float]) -> LanguageModel:
 
 def _with_logits(model: LanguageModel, change: Callable[[Tensor], Tensor]) -> LanguageModel:
     """Returns a model of which only the logits are changed."""
-    family: Any = _Family(model.family, change)
+    family: Any = copy(model.family)
+    family.logits = lambda *args, **kwargs: change(model.family.logits(*args, **kwargs))
     return replace(model, family=family)
-
-
-class _Family:
-    """A model family of which only the logits are changed.
-
-    Args:
-        family: The family.
-        change: Changes the logits.
-    """
-
-    def __init__(self, family: Any, change: Callable[[Tensor], Tensor]) -> None:
-        self._family, self._change = family, change
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._family, name)
-
-    def logits(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Returns the changed logits."""
-        return self._change(self._family.logits(*args, **kwargs))
 
 
 def _loud(logits: Tensor) -> Tensor:
