@@ -65,10 +65,10 @@ def tests(
         noise: By tensor, the difference of two draws, in any scale.
         distribution: The distribution function of a number, with variance 1.
     """
-    flat = {name: value.double().flatten().numpy() for name, value in sorted(noise.items())}
-    count = sum(map(len, flat.values()))
-    scale = math.sqrt(sum(float(x @ x) for x in flat.values()) / count)
-    tensors = [x / scale for x in flat.values()]
+    flat = [noise[name].double().flatten().numpy() for name in sorted(noise)]
+    count = sum(map(len, flat))
+    scale = math.sqrt(sum(float(x @ x) for x in flat) / count)
+    tensors = [x / scale for x in flat]
     yield _distribution(np.concatenate(tensors), distribution)
     if distribution is normal:
         yield _loudness(tensors)
@@ -127,7 +127,7 @@ def _between(tensors: list[Floats]) -> NoiseTest:
     """Tests the first numbers of any two tensors: a generator that begins anew repeats them."""
     first = np.zeros((len(tensors), PREFIX))
     for row, x in zip(first, tensors, strict=True):
-        row[: min(len(x), PREFIX)] = x[:PREFIX]
+        row[: len(x)] = x[:PREFIX]
     sizes = np.array([min(len(x), PREFIX) for x in tensors])
     squares = np.cumsum(first**2, axis=1)
     i, j = np.triu_indices(len(tensors), 1)

@@ -11,7 +11,7 @@ A list from a file has all texts of the file, for every update.
 The attack gets the texts in a random order.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -97,18 +97,12 @@ def _pairs(
     free = grouped(fresh.values(), lambda example: example.label)
     texts, used = list[Example](), set[Example]()
     for member in members:
-        preferred = _preferred(member, free.get(member.label, []), truth.client, clients, seed)
-        control = next((example for example in preferred if example not in used), None)
+        choice = free.get(member.label, [])
+        order = torch.randperm(len(choice), generator=stream(seed, "beside", *member.ids)).tolist()
+        # First this client's share of them, so that clients seldom want the same text.
+        order.sort(key=lambda i: i % clients != truth.client)
+        control = next((choice[i] for i in order if choice[i] not in used), None)
         if control is not None:
             used.add(control)
             texts += [member, control]
     return texts
-
-
-def _preferred(
-    member: Example, free: Sequence[Example], client: int, clients: int, seed: int
-) -> Iterator[Example]:
-    """Yields held-out texts in a text's order of preference."""
-    order = torch.randperm(len(free), generator=stream(seed, "beside", *member.ids)).tolist()
-    # First this client's share of them, so that clients seldom want the same text.
-    yield from (free[i] for i in sorted(order, key=lambda i: i % clients != client))
