@@ -210,7 +210,7 @@ def _worst_case(row: Cells) -> WorstCase:
             mean = Estimate(mean=read["y"], low=read["low"], high=read["high"])
             estimates[measure.name] = mean
         if "control" in read:
-            estimates[measure.control] = _partly(Estimate, mean=read["control"])
+            estimates[f"control_{measure.name}"] = _partly(Estimate, mean=read["control"])
     unattacked = int(row[READ.name].endswith("*"))
     return _partly(WorstCase, unattacked=unattacked, **estimates)
 

@@ -10,6 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fedleak.report.tables.attacks import FIGURES
 from fedleak.store.files import replace
 from fedleak.store.summaries import AttackSummary, Estimate, WorstCase
 from fedleak.util.sanitise import printable
@@ -64,16 +65,13 @@ class Measure:
     """A figure of leakage that drawings have a panel or a line for.
 
     Attributes:
-        heading: The text of an axis or a legend.
         name: The figure's name in a summary.
-        guess, control: Names of the controls without any update and with another one; empty: none.
+        heading: The text of an axis or a legend.
         scale: What an axis shows for a figure of 1.
     """
 
-    heading: str
     name: str
-    guess: str
-    control: str
+    heading: str
     scale: float
 
     def value(self, summary: AttackSummary | WorstCase | None) -> Estimate | None:
@@ -81,17 +79,13 @@ class Measure:
         value: Estimate | None = getattr(summary, self.name, None)
         return value
 
-    def beside(self, summary: AttackSummary | WorstCase | None, name: str) -> float | None:
-        """Returns the mean of a control, by its name, as an axis shows it."""
-        control: Estimate | None = getattr(summary, name, None) if name else None
+    def beside(self, summary: AttackSummary | WorstCase | None, kind: str) -> float | None:
+        """Returns the mean of a `control` or a `guess`, as an axis shows it, if there is one."""
+        control: Estimate | None = getattr(summary, f"{kind}_{self.name}", None)
         return None if control is None else self.scale * control.mean
 
 
-MEASURES = (
-    Measure("texts exact, %", "exact_match", "", "", 100),
-    Measure("ROUGE-L", "rougeL", "guess_rougeL", "control_rougeL", 1),
-    Measure("tokens found, %", "token_recall", "guess_token_recall", "control_token_recall", 100),
-)
+MEASURES = [Measure(name, *FIGURES[name]) for name in ("exact_match", "rougeL", "token_recall")]
 
 
 class Series(NamedTuple):
@@ -123,11 +117,9 @@ def present(series: Iterable[Series], *rows: Iterable[Row]) -> list[Series]:
 
 def span(estimate: Estimate | None, scale: float = 1) -> Row:
     """Returns the figures of a row; without an estimate each is None, and lines end there."""
-    ends = {"y": "mean", "low": "low", "high": "high"}
-    return {
-        field: None if estimate is None else scale * getattr(estimate, end)
-        for field, end in ends.items()
-    }
+    if estimate is None:
+        return {"y": None, "low": None, "high": None}
+    return {"y": scale * estimate.mean, "low": scale * estimate.low, "high": scale * estimate.high}
 
 
 def numbers(heading: str, ends: Sequence[float] = (), *, log: bool = False, **axis: Any) -> Chart:
@@ -156,12 +148,10 @@ def words(heading: str = "", places: Sequence[str] = (), **axis: Any) -> Chart:
         axis: Properties of the axis.
     """
     longest = max((len(line) for word in places for line in word.split("\n")), default=0)
-    axis = {"labelAngle": -90 if longest > FLAT else 0, "labelExpr": _LINES} | axis
+    angle, title = -90 if longest > FLAT else 0, printable(heading)
+    axis = {"labelOverlap": False, "labelAngle": angle, "labelExpr": _LINES, **axis}
     scale = {"domain": list(map(_shown, places))} if places else {}
-    return {"type": "nominal", "title": printable(heading), "sort": None} | {
-        "scale": scale,
-        "axis": {"labelOverlap": False, **axis},
-    }
+    return {"type": "nominal", "title": title, "sort": None, "scale": scale, "axis": axis}
 
 
 PER_CENT = numbers("", [-7, 105], values=[0, 20, 40, 60, 80, 100])
@@ -171,7 +161,7 @@ PER_CENT = numbers("", [-7, 105], values=[0, 20, 40, 60, 80, 100])
 def panel(
     x: Chart,
     y: Chart,
-    series: Sequence[Series] = (),
+    series: Sequence[Series],
     *,
     points: Iterable[Row] = (),
     lines: Iterable[Row] = (),
@@ -180,32 +170,30 @@ def panel(
     across: Iterable[Row] = (),
     down: Iterable[Row] = (),
     lying: bool = False,
-    legend: str | Sequence[str] | None = None,
+    legend: Sequence[str] | None = None,
     **view: Any,
 ) -> Chart:
     """Returns one panel of a chart.
 
     Args:
         x, y: The axes.
-        series: What is drawn, in the order of the legend; none: all is alike, without a legend.
+        series: What is drawn, in the order of the legend.
         points: Marks, with their intervals.
         lines: Points that lines join; a line ends if `y` is missing.
         bands: Areas from `low` to `high`.
         texts: Words at a place, in the field `text`.
         across, down: Lines at a `y`, and at an `x`.
         lying: Swap the axes, so that x goes down.
-        legend: The title of the legend.
+        legend: The lines of the legend's title.
         view: Further properties, such as title and size.
     """
     first, second = ("y", "x") if lying else ("x", "y")
+    names = [printable(kind.name) for kind in series]
+    key = {"title": legend, "symbolType": None} if legend else {"title": None}
     looks: Chart = {}
-    if series:
-        names = [printable(kind.name) for kind in series]
-        key = {"title": legend, "symbolType": None} if legend else {"title": None}
-        ranges = ("color", "colour"), ("shape", "shape"), ("strokeDash", "dash")
-        for channel, look in ranges:
-            scale = {"domain": names, "range": [getattr(kind, look) for kind in series]}
-            looks[channel] = {"field": "series", "type": "nominal", "scale": scale, "legend": key}
+    for channel, look in {"color": "colour", "shape": "shape", "strokeDash": "dash"}.items():
+        scale = {"domain": names, "range": [getattr(kind, look) for kind in series]}
+        looks[channel] = {"field": "series", "type": "nominal", "scale": scale, "legend": key}
     fields = {
         first: {"field": "x", **x},
         second: {"field": "y", **y},
@@ -229,7 +217,7 @@ def panel(
     drawn = []
     for rows, mark, channels, others in layers:
         if values := [{"shift": 0} | {k: _shown(v) for k, v in row.items()} for row in rows]:
-            encoding = {name: fields[name] for name in channels if name in fields} | others
+            encoding = {name: fields[name] for name in channels} | others
             drawn.append({"data": {"values": values}, "mark": mark, "encoding": encoding})
     return {"layer": drawn, **view}
 

@@ -97,7 +97,7 @@ def _points(
     for place, line, summary in table:
         if line not in lines:
             continue
-        figure, guess = measure.value(summary), measure.beside(summary, measure.guess)
+        figure, guess = measure.value(summary), measure.beside(summary, "guess")
         shift = APART * ((lines.index(line) + 0.5) / len(lines) - 0.5) if even else 0.0
         row: Row = {"x": place, "shift": shift, "series": line}
         rows.append(row | chart.span(figure, measure.scale))
@@ -181,7 +181,7 @@ def _cell_points(
     rouge, at = MEASURES[1], {"x": x, "cell": label}
     for attack in cell.attacks.keys() & attacks:
         summary = cell.attacks[attack]
-        figure, guess = rouge.value(summary), rouge.beside(summary, rouge.guess)
+        figure, guess = rouge.value(summary), rouge.beside(summary, "guess")
         nothing = {"y": chart.NOWHERE, "series": chart.silent(attack)}
         yield at | (nothing if figure is None else {"series": attack, **chart.span(figure)})
         if guess is not None:
@@ -291,7 +291,7 @@ def _leaks(word: str, cell: CellSummary) -> Iterator[Row]:
     """Yields the worst case over all attacks in a cell, for each measure, and its control."""
     worst = cell.worst_case
     for number, measure in enumerate(MEASURES):
-        figure, control = measure.value(worst), measure.beside(worst, measure.control)
+        figure, control = measure.value(worst), measure.beside(worst, "control")
         row: Row = {"x": word, "shift": 0.2 * (number - 1)}
         leak = row | {"series": measure.heading} | chart.span(figure, measure.scale)
         yield leak

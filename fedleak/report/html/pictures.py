@@ -8,11 +8,13 @@ from statistics import mean
 from fedleak.report.drawings import chart
 from fedleak.report.drawings.chart import MEASURES, Chart, Row, Series
 from fedleak.report.html.page import Picture
+from fedleak.report.tables.attacks import shown
 from fedleak.report.tables.leakage import ReadShare, client_name
-from fedleak.report.words import interval, listed
+from fedleak.report.words import listed
 from fedleak.store.records import LedgerRow, Utility
 from fedleak.store.run import Key
 from fedleak.store.summaries import AttackSummary, MembershipSummary
+from fedleak.util.lists import grouped
 from fedleak.util.sanitise import printable
 
 WIDTH = 330
@@ -117,10 +119,9 @@ def training(
         if isinstance(row.epsilon, float):
             spent[row.round].append(row.epsilon)
     if spent:
-        highest, lowest = (
-            [(round, end(epsilons)) for round, epsilons in sorted(spent.items())]
-            for end in (max, min)
-        )
+        by_round = sorted(spent.items())
+        highest = [(round, max(epsilons)) for round, epsilons in by_round]
+        lowest = [(round, min(epsilons)) for round, epsilons in by_round]
         yield Picture(
             "Epsilon spent by round, of the client with the most and the least",
             f"Epsilon that clients have spent: at most {highest[0][1]:.3g} by round "
@@ -132,12 +133,12 @@ def training(
 def _by_round(
     heading: str, lines: Mapping[str, Sequence[tuple[int, float]]], attacked: Sequence[int]
 ) -> bytes:
-    rows = [
+    rows: list[Row] = [
         {"x": round, "y": figure, "series": name}
         for name, points in lines.items()
         for round, figure in points
     ]
-    rounds = sorted({round for points in lines.values() for round, _ in points})
+    rounds = sorted({row["x"] for row in rows})
     marked = [{"x": round, "series": ATTACKED} for round in attacked if len(attacked) <= 20]
     series = [Series.numbered(name, number, number) for number, name in enumerate(lines)]
     series.append(Series(ATTACKED, shape="stroke", dash=(2, 2)))
@@ -173,9 +174,9 @@ def attacks(summaries: Mapping[str, AttackSummary]) -> Iterator[Picture]:
             rows.append(
                 {"x": attack, "series": series[0].name, **chart.span(figure, measure.scale)}
             )
-            for name, kind in ((measure.control, series[1]), (measure.guess, series[2])):
-                if (control := measure.beside(summary, name)) is not None:
-                    rows.append({"x": attack, "series": kind.name, "y": control})
+            for kind, look in zip(("control", "guess"), series[1:], strict=True):
+                if (control := measure.beside(summary, kind)) is not None:
+                    rows.append({"x": attack, "series": look.name, "y": control})
         panels.append(
             chart.panel(
                 chart.words("", [*summaries], labelAngle=0, labelLimit=120),
@@ -198,7 +199,7 @@ def attacks(summaries: Mapping[str, AttackSummary]) -> Iterator[Picture]:
 
 def _in_words(summary: AttackSummary) -> str:
     measured = [
-        f"{measure.heading} {interval(measure.value(summary), measure.scale)}"
+        f"{measure.heading} {shown(summary, measure.name)}"
         for measure in MEASURES
         if measure.value(summary) is not None
     ]
@@ -208,8 +209,7 @@ def _in_words(summary: AttackSummary) -> str:
 def membership(summary: MembershipSummary | None) -> Iterator[Picture]:
     """Yields the ROC curves of attacks on membership, a picture for each attack."""
     rows = [row for row in summary.figures if row.roc] if summary else []
-    for attack in dict.fromkeys(row.attack for row in rows):
-        curves = [row for row in rows if row.attack == attack]
+    for attack, curves in grouped(rows, lambda row: row.attack).items():
         words = "; ".join(
             f"{row.score} {'-' if row.auc is None else f'{row.auc.mean:.2f}'}" for row in curves
         )

@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 
 from fedleak.report.table import Cell, Row, Table, cells, figures, words
+from fedleak.report.tables.attacks import shown
 from fedleak.report.tables.comparison import SHOWN, difference
-from fedleak.report.words import ANY_ATTACK, interval
+from fedleak.report.words import ANY_ATTACK
 from fedleak.store.summaries import (
     AttackSummary,
     Difference,
@@ -29,12 +30,12 @@ def ladder_table(summary: RunSummary, ladder: Ladder) -> Table:
         for name in names
         if len({rung.attacks[name] for rung in ladder.rungs if name in rung.attacks}) > 1
     ]
-    shown: list[str | None] = [None, *used] if len(names) > 1 else [*used]
+    attacks: list[str | None] = [None, *used] if len(names) > 1 else [*used]
     tests = sum(len(rung.worth) for rung in ladder.rungs)
     return Table(
         "what each fact is worth to the server",
         [*words("attack", "told"), *figures(*(SHOWN[name].heading for name in FIGURES))],
-        cells(row for attack in shown for row in _rows(summary, ladder, attack)),
+        cells(row for attack in attacks for row in _rows(summary, ladder, attack)),
         [
             "Below a figure: how much more it is than told nothing more. It is the mean over texts "
             "that have an answer on both rungs, with its 95 % interval for other clients like "
@@ -58,10 +59,7 @@ def _rows(summary: RunSummary, ladder: Ladder, attack: str | None) -> Iterator[R
             measured, told_last = summary.attacks.get(rung_name), rung_name
         more = {worth.figure: worth for worth in rung.worth if worth.attack == attack}
         read = [
-            Cell(
-                interval(getattr(measured, name, None), SHOWN[figure].scale),
-                below=[_marked(more[figure])] if figure in more else [],
-            )
+            Cell(shown(measured, name), below=[_marked(more[figure])] if figure in more else [])
             for figure, name in FIGURES.items()
         ]
         yield [attack or ANY_ATTACK, rung.granted_in_words.replace("_", " "), *read]
