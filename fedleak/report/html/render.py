@@ -10,9 +10,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from fedleak.report.html.page import Page, RunPage, SweepPage, TrendsPage
@@ -33,16 +34,18 @@ POLICY = (
 )
 """What a browser may load."""
 
+FOLDER = Path(__file__).with_name("templates")
+
 TEMPLATES = {RunPage: "run.html.j2", SweepPage: "sweep.html.j2", TrendsPage: "trends.html.j2"}
 
 
 def render(page: Page) -> bytes:
     """Returns the file's content."""
-    environment = _environment()
-    style, script = (_source(name) for name in ("style.css", "report.js"))
+    style, script = ((FOLDER / name).read_text("utf-8") for name in ("style.css", "report.js"))
     # Only the texts need the script, which shows them.
     texts = [asdict(text) for text in page.texts] if isinstance(page, RunPage) else []
-    written = environment.get_template(TEMPLATES[type(page)]).render(
+    template = _environment().get_template(TEMPLATES[type(page)])
+    written = template.render(
         page=page,
         texts=mapped(texts, bounded),
         version=VERSION,
@@ -58,7 +61,7 @@ def render(page: Page) -> bytes:
 @cache
 def _environment() -> Environment:
     environment = Environment(
-        loader=PackageLoader("fedleak.report.html"),
+        loader=FileSystemLoader(FOLDER),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -77,12 +80,6 @@ def _shown(value: Any) -> Any:
 def _code(text: str) -> Markup:
     """Returns a sentence whose parts between backquotes are code."""
     return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(printable(text)))))
-
-
-def _source(name: str) -> str:
-    environment = _environment()
-    assert environment.loader is not None
-    return environment.loader.get_source(environment, name)[0]
 
 
 def _hash(source: str) -> str:
