@@ -34,8 +34,7 @@ def write_junit(
     suite = ElementTree.SubElement(suites, "testsuite", {"name": printable(run), **about})
     rests_on = ElementTree.SubElement(suite, "properties")
     for name, value in properties.items():
-        both = {"name": printable(name), "value": printable(value)}
-        ElementTree.SubElement(rests_on, "property", both)
+        ElementTree.SubElement(rests_on, "property", name=printable(name), value=printable(value))
     for check in checks:
         names = {"classname": f"fedleak.gate.{printable(run)}", "name": printable(check.name)}
         case = ElementTree.SubElement(suite, "testcase", names)
@@ -43,8 +42,8 @@ def write_junit(
             ElementTree.SubElement(case, "system-out").text = printable(check.sentence)
         else:
             kind = "failure" if check.outcome is Outcome.EXCEEDED else "error"
-            attributes = {"type": check.outcome.value, "message": printable(check.sentence)}
-            ElementTree.SubElement(case, kind, attributes)
+            message = printable(check.sentence)
+            ElementTree.SubElement(case, kind, type=check.outcome.value, message=message)
     ElementTree.indent(suites)
     publish(path, ElementTree.tostring(suites, encoding="utf-8", xml_declaration=True))
 

@@ -46,9 +46,9 @@ def attack_table(summary: RunSummary) -> Table:
     facts = sorted({name for attack in attacks.values() for name in attack.facts})
     told_most = summary.ladder.top.granted_in_words if summary.ladder else ""
     once = [
-        [f"{heading}, clients' mean", *(_of_clients(row, name, scale) for row in summaries)]
-        for name, (heading, scale) in FIGURES.items()
-        if name in LIMITED and any(_differs(getattr(row, name, None)) for row in summaries)
+        [f"{FIGURES[name][0]}, clients' mean", *(_of_clients(row, name) for row in summaries)]
+        for name in LIMITED
+        if any(_differs(getattr(row, name, None)) for row in summaries)
     ]
     rows = [
         ["was told", *(granted(attack.knows) for attack in attacks.values()), told_most],
@@ -95,10 +95,10 @@ def _differs(figure: Estimate | None) -> bool:
     )
 
 
-def _of_clients(row: AttackSummary | WorstCase, name: str, scale: float) -> str:
+def _of_clients(row: AttackSummary | WorstCase, name: str) -> str:
     """Returns a mean for which each client counts once."""
     figure: Estimate | None = getattr(row, name, None)
-    return interval(figure and figure.of_clients, scale)
+    return interval(figure and figure.of_clients, FIGURES[name][1])
 
 
 def _fact(summary: AttackSummary, name: str) -> str:

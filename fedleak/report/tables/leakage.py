@@ -78,7 +78,7 @@ def leakage_table(
         ledger: Rows of privacy.jsonl.
         of_models: Whether differences of published models were attacked, in place of updates.
     """
-    changed = {row.key for row in rows if CHANGED in (row.knows or ())}
+    changed = {row.key for row in rows if CHANGED in row.knows}
     subject = (
         "what the published models tell"
         if of_models

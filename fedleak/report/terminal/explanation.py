@@ -1,7 +1,5 @@
 """What `fedleak explain` prints."""
 
-from typing import Any
-
 from rich.console import Console
 from rich.table import Table
 
@@ -64,12 +62,10 @@ def _preset(experiment: Experiment) -> list[str]:
     """Returns what the preset sets, and what the file has in its place."""
     if experiment.preset is None:
         return []
-    table = experiment.model_dump(mode="json")
+    own_settings = dict(flat(experiment.model_dump(mode="json")))
     lines = [f"preset {experiment.preset}"]
     for key, value in flat(PRESETS[experiment.preset]):
-        own: Any = table
-        for part in key.split("."):
-            own = own and own[part]
+        own = own_settings.get(key)
         instead = "" if own == value else f" (here {in_words(own)})"
         lines.append(f"  {key} = {in_words(value)}{instead}")
     return lines
