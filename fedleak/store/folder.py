@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import safetensors
+from safetensors.torch import save_file
 from torch import Tensor
 
-from fedleak.store import files, seal, tensor_files
+from fedleak.store import files, seal
 from fedleak.store.info import INFO, Info
 from fedleak.store.lines import Document
 from fedleak.util.errors import CaptureError, ConfigError, FedleakError
@@ -141,9 +142,12 @@ class Folder:
 
     def write_tensors(self, name: str, tensors: Mapping[str, Tensor], **about: Any) -> None:
         """Writes tensors, and beside them a table: `about`, and the experiment's fingerprint."""
-        table = {"fingerprint": self.fingerprint(), **about}
+        flat_tensors, table = flat(tensors), {"fingerprint": self.fingerprint(), **about}
+        parts = seal.tensor_parts(flat_tensors, json.dumps(table))
+        if (mark := seal.seal(self.sealed_place(name), parts)) is not None:
+            table[seal.FIELD] = mark
         with files.new_file(self.place(name)) as temporary:
-            tensor_files.write(temporary, flat(tensors), table, self.sealed_place(name))
+            save_file(flat_tensors, temporary, {"fedleak": json.dumps(table)})
 
     def read_tensors(self, name: str) -> dict[str, Tensor]:
         """Reads tensors.
@@ -183,8 +187,17 @@ class Folder:
 
 
 def flat(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns tensors in a form that can be written; copies only those that are not in it."""
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    """Returns tensors in a form that can be written; copies only those that are not in it.
+
+    They are contiguous, in main memory, and no two of them share memory.
+    """
+    written: dict[str, Tensor] = {}
+    owners: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        plain = tensor.detach().cpu().contiguous()
+        owner = owners.setdefault(plain.untyped_storage().data_ptr(), name)
+        written[name] = plain if owner == name else plain.clone()
+    return written
 
 
 def stored_tensors(path: Path) -> tuple[dict[str, Tensor], str]:
