@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from platformdirs import user_state_path
@@ -139,12 +140,7 @@ def _make_key(path: Path) -> None:
     """Makes a key if there is none; if several processes make one, the first wins."""
     if path.exists():
         return
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    opened = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    try:
-        with os.fdopen(opened, "wb") as file:
-            file.write(secrets.token_bytes(KEY_BYTES))
-        with suppress(FileExistsError):
-            os.link(temporary, path)
-    finally:
-        temporary.unlink()
+    with NamedTemporaryFile(dir=path.parent) as temporary, suppress(FileExistsError):
+        temporary.write(secrets.token_bytes(KEY_BYTES))
+        temporary.flush()
+        os.link(temporary.name, path)
