@@ -359,22 +359,30 @@ Action = Literal["warn", "refuse"]
 """What a client does when a detector alarms."""
 
 
-class DetectorFinding(Record):
-    """What one detector found in what a client was sent.
+class OfDetector(Record):
+    """A record of one detector.
 
     Attributes:
         place: Place of the detector in the experiment file.
         detector: Its kind.
-        action: What an alarm makes the client do.
+        action: What an alarm makes a client do.
+    """
+
+    place: int
+    detector: str
+    action: Action
+
+
+class DetectorFinding(OfDetector):
+    """What one detector found in what a client was sent.
+
+    Attributes:
         statistic: Its figure; None: it had nothing to look at, or the figure is not finite.
         limit: It alarms above this; None: it has no limit.
         alarm: Whether it alarmed.
         sentence: What it found, in its own words.
     """
 
-    place: int
-    detector: str
-    action: Action
     statistic: float | None
     limit: float | None
     alarm: bool

@@ -9,10 +9,10 @@ from fedleak.attacks.reconstruction import Status
 from fedleak.store.lines import Document, Measured, Record
 from fedleak.store.records import (
     UNSCORED,
-    Action,
     DefenseFigures,
     Epsilon,
     Guarantee,
+    OfDetector,
     RowStatus,
     Utility,
 )
@@ -456,21 +456,15 @@ class MembershipSummary(Record):
         return None
 
 
-class DetectorSummary(Record):
+class DetectorSummary(OfDetector):
     """What one detector found over all clients and rounds.
 
     Attributes:
-        place: In the experiment file.
-        detector: Its kind.
-        action: What an alarm makes a client do.
         looked: Rounds of a client in which it had something to look at.
         has_limit: Whether it can alarm at all.
         alarms: By round, the clients for which it alarmed.
     """
 
-    place: int
-    detector: str
-    action: Action
     looked: int
     has_limit: bool
     alarms: dict[int, tuple[int, ...]]

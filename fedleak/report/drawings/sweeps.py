@@ -128,7 +128,7 @@ def tradeoff(collected: SweepSummary) -> Chart | None:
     There is no panel for epsilon if no cell has a guarantee, and no drawing for fewer than two
     cells.
     """
-    measure, cells = utility_measure(collected), labels(collected.cells)
+    measure, cells = utility_measure(collected.cells), labels(collected.cells)
     summaries = [summary for cell in collected.cells for summary in cell.attacks.items()]
     attacks = sorted({attack for attack, summary in summaries if summary.rougeL})
     useful, guaranteed, free = list[Row](), list[Row](), list[Row]()
@@ -237,7 +237,7 @@ def frontier(collected: SweepSummary) -> Chart | None:
     if not any(cell.worst_case for cell in cells):
         return None
     cells += undefended
-    measure = utility_measure(collected.model_copy(update={"cells": tuple(cells)}))
+    measure = utility_measure(cells)
     heading = UTILITIES.get(measure or "", "")
     better = " (lower is better)" if measure == "perplexity" else ""
     trained, untouched = f"{heading} of the trained model{better}", f"{heading} without a defense"

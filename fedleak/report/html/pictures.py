@@ -10,7 +10,7 @@ from fedleak.report.drawings.chart import MEASURES, Chart, Row, Series
 from fedleak.report.html.page import Picture
 from fedleak.report.tables.attacks import shown
 from fedleak.report.tables.leakage import ReadShare, client_name
-from fedleak.report.words import listed
+from fedleak.report.words import listed, number
 from fedleak.store.records import LedgerRow, Utility
 from fedleak.store.run import Key
 from fedleak.store.summaries import AttackSummary, MembershipSummary
@@ -58,11 +58,10 @@ def _heat_map(values: Mapping[Key, float | None]) -> Chart:
     cells: dict[tuple[str, str], list[float]] = defaultdict(list)
     for key, value in values.items():
         cells[rounds[key.round], clients[key.client]] += [] if value is None else [100 * value]
-    rows = [
-        {"round": round, "client": client, "read": mean(shares) if shares else None}
-        | {"number": f"{mean(shares):.0f}" if shares else "-"}
-        for (round, client), shares in cells.items()
-    ]
+    rows = []
+    for (round, client), shares in cells.items():
+        read = mean(shares) if shares else None
+        rows.append({"round": round, "client": client, "read": read, "number": number(read)})
     many: Chart = {"labelOverlap": True, "labelAngle": 0, "ticks": False, "domain": False}
     names = {"round": rounds.values(), "client": clients.values()}
     # The longer side is horizontal, so that one round of many clients is a row and not a column.
@@ -76,8 +75,8 @@ def _heat_map(values: Mapping[Key, float | None]) -> Chart:
     layers: list[Chart] = [{"mark": {"type": "rect"}, "encoding": {"color": shades}}]
     if len(cells) <= NUMBERED_UP_TO:
         ink = {"condition": {"test": "datum.read > 70", "value": "#fff"}, "value": "#111"}
-        number = {"text": {"field": "number"}, "color": ink}
-        layers.append({"mark": {"type": "text"}, "encoding": number})
+        numbered = {"text": {"field": "number"}, "color": ink}
+        layers.append({"mark": {"type": "text"}, "encoding": numbered})
     table = {"data": {"values": rows}, "encoding": sides, "layer": layers}
     return table | {"view": {"fill": chart.EMPTY}, "width": WIDTH, "height": {"step": 18}}
 

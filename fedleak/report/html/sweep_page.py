@@ -57,7 +57,7 @@ def sweep_page(
 
 
 def _cells_table(collected: SweepSummary, reports: Mapping[str, str]) -> Table:
-    measure = utility_measure(collected)
+    measure = utility_measure(collected.cells)
     headings = (FIGURES[name][0] for name in READ)
     rows = [
         [

@@ -1,7 +1,7 @@
 """The table of a sweep: a line per cell and attack."""
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from fedleak.attacks import CALIBRATED
 from fedleak.report.table import Cell, Row, Table, Tone, cells, figures, words
@@ -25,10 +25,10 @@ UTILITIES = {"mcc": "MCC", "perplexity": "perplexity"}
 """The figures that measure the utility of classifiers and of causal models, and their names."""
 
 
-def utility_measure(collected: SweepSummary) -> str | None:
+def utility_measure(cells: Sequence[CellSummary]) -> str | None:
     """Returns which figure stands for the utility of a sweep's cells; None if none does."""
     for measure in UTILITIES:
-        if any(utility(cell, measure) is not None for cell in collected.cells):
+        if any(utility(cell, measure) is not None for cell in cells):
             return measure
     return None
 
@@ -45,7 +45,7 @@ def attacks_table(collected: SweepSummary) -> Table:
     if any(summary.answers < summary.rows for summary in summaries):
         notes.append("answers that are missing: `fedleak score` of the cell's folder says why")
     notes += [f"{MALICIOUS}: {sentence}" for sentence in _servers(collected)]
-    measure = utility_measure(collected)
+    measure = utility_measure(collected.cells)
     known = [cell.privacy for cell in collected.cells if cell.privacy is not None]
     guaranteed = any(
         privacy.epsilon != NONE or privacy.noise_multiplier is not None for privacy in known
