@@ -81,7 +81,16 @@ def _rich_table(table: Table, *, breaks: bool = False) -> RichTable:
         title_justify="left",
     )
     for column, longest, widest in _measured(table):
-        _add_column(shown, column, longest, widest, breaks or column.words)
+        # No word is broken unless it is very long.
+        in_lines = breaks or column.words
+        shown.add_column(
+            Text(textwrap.fill(printable(column.heading), max(widest, 1))),
+            justify="left" if column.words else "right",
+            overflow="fold",
+            no_wrap=not in_lines or widest <= longest,
+            min_width=min(longest, LONGEST_WORD) if in_lines else widest,
+            max_width=widest,
+        )
     for number, (named, rows) in enumerate(groupby(table.rows, lambda row: row[: table.groups])):
         if number:
             shown.add_section()
@@ -89,18 +98,6 @@ def _rich_table(table: Table, *, breaks: bool = False) -> RichTable:
             shown.add_row(*(_text(cell) for cell in [*named, *row[table.groups :]]))
             named = [Cell("")] * table.groups
     return shown
-
-
-def _add_column(shown: RichTable, column: Column, longest: int, widest: int, breaks: bool) -> None:
-    """Adds a column in which no word is broken unless it is very long."""
-    shown.add_column(
-        Text(textwrap.fill(printable(column.heading), max(widest, 1))),
-        justify="left" if column.words else "right",
-        overflow="fold",
-        no_wrap=not breaks or widest <= longest,
-        min_width=min(longest, LONGEST_WORD) if breaks else widest,
-        max_width=widest,
-    )
 
 
 def _text(cell: Cell) -> Text:
