@@ -31,8 +31,8 @@ class Planted:
         dummies: Texts, of which canary k has number k modulo G [G].
         norms: The norm of each dummy's canary before it is clipped [G].
         records: Canaries and examples as the sampler draws them.
-        drawn_K: Which take part in the step of a FedSGD round, in or not; None: not drawn yet, or
-            drawn in every local step.
+        drawn_K: Which take part in the step, in or not; None: not drawn yet, or drawn in every
+            local step.
     """
 
     canaries: Canaries
@@ -56,10 +56,16 @@ class Planted:
             for name, values_G in norms_G.items():
                 values_G[dummy] = norm * of_parameters.get(name, 0.0)
 
-    def add_(self, sums: Mapping[str, Tensor], takes_part_K: Tensor, factors_G: Tensor) -> None:
+    @property
+    def in_step(self) -> Tensor:
+        """Which take part in the step, in or not."""
+        assert self.drawn_K is not None, "not drawn yet"
+        return self.drawn_K
+
+    def add_(self, sums: Mapping[str, Tensor], factors_G: Tensor) -> None:
         """Adds the canaries that are in and take part, each times the factor of its dummy."""
         sizes_G = factors_G.cpu() * torch.tensor(self.norms)
         dummy_K = [canary % len(self.norms) for canary in range(self.canaries.count)]
-        sizes_K = sizes_G[dummy_K] * self.coins_K * takes_part_K
+        sizes_K = sizes_G[dummy_K] * self.coins_K * self.in_step
         if sizes_K.any():
             self.canaries.add_(sums, self.canaries.directions() * sizes_K.numpy())

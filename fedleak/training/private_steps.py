@@ -20,9 +20,9 @@ Shapes: B examples, K canaries, R records: examples and dummies of canaries.
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from opacus.grad_sample import GradSampleHooks, GradSampleHooksFastGradientClipping
@@ -39,13 +39,6 @@ from fedleak.training.planted import Planted
 from fedleak.training.settings import LocalTraining, OnFigures, PrivateSteps
 from fedleak.training.steps import Batch, moved, steps_
 from fedleak.util.rng import stream
-
-
-class Joining(NamedTuple):
-    """The canaries of a batch, and which of them take part in its step [K]."""
-
-    planted: Planted
-    takes_part_K: Tensor
 
 
 # GPT-2's linear layer: its weight is the transpose of nn.Linear's, which has the same norm.
@@ -86,14 +79,10 @@ def private_update_(
     assert private is not None
     step = partial(private_gradient, model, private=private, noise=noise, seen=seen)
     num_examples = len(examples.sequences)
-    joining: Joining | None = None
     if training.kind == UpdateKind.GRADIENT:
         # How many were drawn is private.
         num_examples = training.batch_size
-        if planted is not None:
-            assert planted.drawn_K is not None
-            joining = Joining(planted, planted.drawn_K)
-        tensors = step(examples, num_examples, joining=joining)
+        tensors = step(examples, num_examples, planted=planted)
     else:
         before = {name: p.clone() for name, p in model.parameters().items()}
         expected = min(training.batch_size, num_examples)
@@ -104,10 +93,8 @@ def private_update_(
             for drawn in local_batches(records.count, of_records, private, seed):
                 seen.drawn.append(drawn)
                 batch = examples.of(records.drawn_examples(drawn))
-                of_canaries = None
-                if planted is not None:
-                    of_canaries = Joining(planted, records.drawn_canaries(drawn))
-                yield step(batch, expected, joining=of_canaries)
+                in_step = planted and replace(planted, drawn_K=records.drawn_canaries(drawn))
+                yield step(batch, expected, planted=in_step)
 
         steps_(model, gradients(), training.recipe, training.learning_rate)
         tensors = moved(before, model.parameters())
@@ -124,7 +111,7 @@ def private_gradient(
     seen: "Seen",
     *,
     ghost: bool | None = None,
-    joining: Joining | None = None,
+    planted: Planted | None = None,
 ) -> dict[str, Tensor]:
     """Returns the clipped and noisy mean gradient of one batch, by parameter name.
 
@@ -136,7 +123,7 @@ def private_gradient(
         noise: The generator that the noise comes from.
         seen: Collects the figures of the step.
         ghost: Whether norms are computed without gradients; None: if that is cheaper.
-        joining: Canaries beside the batch's examples.
+        planted: Canaries beside the batch's examples, of which it is known who takes part.
     """
     trained: dict[str, Any] = dict(model.trained())  # Opacus puts attributes on parameters
     if ghost is None:
@@ -148,8 +135,8 @@ def private_gradient(
         expected_batch_size=expected,
         generator=noise,
     )
-    with per_example(model, ghost, private.max_grad_norm) as hooks:
-        norms_B, signal = clipped_sum_(model, batch, joining, hooks, optimizer, ghost)
+    with per_example(model, ghost) as hooks:
+        norms_B, signal = clipped_sum_(model, batch, planted, hooks, optimizer, ghost)
         optimizer.add_noise()
         sums = [p.summed_grad for p in trained.values()]
         optimizer.scale_grad()
@@ -166,7 +153,7 @@ def private_gradient(
 def clipped_sum_(
     model: LanguageModel,
     batch: Batch,
-    joining: Joining | None,
+    planted: Planted | None,
     hooks: GradSampleHooks,
     optimizer: DPOptimizer,
     ghost: bool,
@@ -177,17 +164,18 @@ def clipped_sum_(
         The norms of the examples' gradients before clipping [B], and the norm of the sum of the
         clipped gradients, without canaries.
     """
-    planted = None
-    if joining is not None and joining.takes_part_K.any():
-        planted, dummies = joining.planted, joining.planted.dummies
+    if planted is not None and not planted.in_step.any():
+        planted = None
+    if planted is not None:
+        dummies = planted.dummies
         batch = Batch([*batch.sequences, *dummies.sequences], [*batch.labels, *dummies.labels])
     norms_R, factors_R = _clipped_records_(model, batch, planted, hooks, optimizer, ghost)
     signal = torch.stack([p.summed_grad.norm() for p in optimizer.params]).norm()
-    if joining is None or planted is None:
+    if planted is None:
         return norms_R, signal
     sums = {name: p.summed_grad for name, p in model.trained().items()}  # type: ignore[attr-defined]
     examples = len(norms_R) - len(planted.norms)
-    planted.add_(sums, joining.takes_part_K, factors_R[examples:])
+    planted.add_(sums, factors_R[examples:])
     return norms_R[:examples], signal
 
 
@@ -248,9 +236,7 @@ def _clipped_records_(
 
 
 @contextmanager
-def per_example(
-    model: LanguageModel, ghost: bool, max_grad_norm: float = 1.0
-) -> Iterator[GradSampleHooks]:
+def per_example(model: LanguageModel, ghost: bool) -> Iterator[GradSampleHooks]:
     """Lets Opacus listen to the layers that are trained, within the block.
 
     Opacus listens to layers in training mode only. Those with parameters of their own have no
@@ -265,8 +251,7 @@ def per_example(
     for layer in layers:
         layer.training = True
     kind = GradSampleHooksFastGradientClipping if ghost else GradSampleHooks
-    clipping = {"max_grad_norm": max_grad_norm} if ghost else {}
-    hooks = kind(model.module, loss_reduction="sum", strict=False, **clipping)
+    hooks = kind(model.module, loss_reduction="sum", strict=False)
     try:
         with warnings.catch_warnings():
             # Inputs of the word embedding are token ids, which have no gradient.

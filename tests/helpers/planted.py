@@ -68,7 +68,7 @@ def clipping_of_the_mean(patch: pytest.MonkeyPatch) -> None:
     """
 
     def clipped_sum_(
-        model: Any, batch: Any, joining: Any, hooks: Any, optimizer: Any, ghost: Any
+        model: Any, batch: Any, planted: Any, hooks: Any, optimizer: Any, ghost: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(
@@ -77,9 +77,9 @@ def clipping_of_the_mean(patch: pytest.MonkeyPatch) -> None:
             norms, _ = private_steps._clipped_records_(model, batch, None, hooks, optimizer, ghost)
         sums = {name: p.summed_grad for name, p in model.trained().items()}
         records = len(norms)
-        if joining is not None:
-            records += int(joining.takes_part_K.sum())
-            joining.planted.add_(sums, joining.takes_part_K, torch.ones(DUMMIES))
+        if planted is not None:
+            records += int(planted.in_step.sum())
+            planted.add_(sums, torch.ones(DUMMIES))
         whole = torch.stack([value.norm() for value in sums.values()]).norm()
         for value in sums.values():
             value *= min(1.0, optimizer.max_grad_norm * records / max(float(whole), 1e-30))

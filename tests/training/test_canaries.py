@@ -1,6 +1,7 @@
 """Where canaries are, what they score, and how they enter steps."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from fedleak.training.batches import Records, round_batch
 from fedleak.training.observation import UpdateKind
 from fedleak.training.planted import Planted
 from fedleak.training.privacy.canaries import Canaries, scores
-from fedleak.training.private_steps import Joining, Seen, local_batches, private_gradient
+from fedleak.training.private_steps import Seen, local_batches, private_gradient
 from fedleak.training.settings import LocalTraining, PrivateSteps
 from fedleak.training.steps import Batch
 from fedleak.util.rng import stream
@@ -89,12 +90,10 @@ def planted_in(model, *, norms=(5.0, 2.0), count=8):
 
 
 def step_with(model, batch, planted, takes_part_K, most, ghost):
-    private, joining = PrivateSteps(0.0, most, "fixed"), None
-    if planted is not None:
-        joining = Joining(planted, takes_part_K)
-    seen = Seen()
+    private, seen = PrivateSteps(0.0, most, "fixed"), Seen()
+    in_step = planted and replace(planted, drawn_K=takes_part_K)
     gradient = private_gradient(
-        model, batch, 2, private, stream(0, "noise"), seen, ghost=ghost, joining=joining
+        model, batch, 2, private, stream(0, "noise"), seen, ghost=ghost, planted=in_step
     )
     return gradient, seen.figures()
 
