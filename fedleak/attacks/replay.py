@@ -44,7 +44,7 @@ from fedleak.attacks.reconstruction import Ids
 from fedleak.models import CLASSIFICATION, LanguageModel, target_counts
 from fedleak.training.observation import Observation, UpdateKind
 from fedleak.training.recipe import Recipe, copied_parameters, in_weights_of
-from fedleak.training.steps import Batch, gradient, moved, steps_
+from fedleak.training.steps import Batch, delta_, gradient
 
 ROOM = 4.0
 """How far apart two computations may be, in units of the difference that rounding makes."""
@@ -321,10 +321,8 @@ def steps_again(
             noise = torch.rand(value.shape, generator=blur).to(value)
             value.mul_(1 + eps * (noise - 0.5))
         with in_weights_of(model.module, recipe.precision):
-            start = {name: p.detach().clone() for name, p in model.trained().items()}
             gradients = (gradient(model, batch, recipe) for batch in batches)
-            steps_(model, gradients, recipe, rate)
-            deltas = moved(start, model.parameters())
+            deltas = delta_(model, gradients, recipe, rate)
     return {
         name: recipe.without_decay(deltas[name], before[name], rate, len(batches))
         for name in seen.update.tensors

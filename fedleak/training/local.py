@@ -6,7 +6,6 @@ FedSGD and FedAvg: McMahan et al. 2017, algorithm 1 (FedSGD with the gradient on
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from fedleak.models import LanguageModel
 from fedleak.models.parameter_selection import freezing
@@ -14,7 +13,7 @@ from fedleak.training.observation import ClientUpdate, UpdateKind
 from fedleak.training.planted import Planted
 from fedleak.training.recipe import in_weights_of
 from fedleak.training.settings import LocalTraining, OnFigures
-from fedleak.training.steps import Batch, gradient, moved, steps_
+from fedleak.training.steps import Batch, delta_, gradient
 from fedleak.util.rng import stream, stream_seed
 
 
@@ -55,19 +54,10 @@ def local_update_(
                 if training.kind == UpdateKind.GRADIENT:
                     tensors = gradient(model, examples, training.recipe)
                 else:
-                    tensors = _delta_(model, examples, training, seed)
+                    batches = training.batches(len(sequences), stream(seed, "order"))
+                    parts = map(examples.of, batches)
+                    gradients = (gradient(model, part, training.recipe) for part in parts)
+                    tensors = delta_(model, gradients, training.recipe, training.learning_rate)
             update = ClientUpdate(training.kind, tensors, len(sequences))
     model.module.eval()
     return update
-
-
-def _delta_(
-    model: LanguageModel, examples: Batch, training: LocalTraining, seed: int
-) -> dict[str, Tensor]:
-    """Makes the local steps and returns trained minus broadcast weights, by name."""
-    before = {name: p.clone() for name, p in model.parameters().items()}
-    batches = training.batches(len(examples.sequences), stream(seed, "order"))
-    gradients = (gradient(model, examples.of(chosen), training.recipe) for chosen in batches)
-    steps_(model, gradients, training.recipe, training.learning_rate)
-    # In the place of the broadcast weights: one model less in memory.
-    return moved(before, model.parameters())

@@ -37,7 +37,7 @@ from fedleak.training.batches import Records
 from fedleak.training.observation import ClientUpdate, UpdateKind
 from fedleak.training.planted import Planted
 from fedleak.training.settings import LocalTraining, OnFigures, PrivateSteps
-from fedleak.training.steps import Batch, moved, steps_
+from fedleak.training.steps import Batch, delta_
 from fedleak.util.rng import stream
 
 
@@ -84,7 +84,6 @@ def private_update_(
         num_examples = training.batch_size
         tensors = step(examples, num_examples, planted=planted)
     else:
-        before = {name: p.clone() for name, p in model.parameters().items()}
         expected = min(training.batch_size, num_examples)
         records = Records(num_examples, 0, False) if planted is None else planted.records
         of_records = records.training(training)
@@ -96,8 +95,7 @@ def private_update_(
                 in_step = planted and replace(planted, drawn_K=records.drawn_canaries(drawn))
                 yield step(batch, expected, planted=in_step)
 
-        steps_(model, gradients(), training.recipe, training.learning_rate)
-        tensors = moved(before, model.parameters())
+        tensors = delta_(model, gradients(), training.recipe, training.learning_rate)
     report(seen.figures() | {"drawn": seen.drawn})
     return ClientUpdate(training.kind, tensors, num_examples)
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -133,18 +133,15 @@ class Schedule:
         return self.final + (first - self.final) * left[self.shape]
 
 
-@contextmanager
-def in_weights_of(module: nn.Module, precision: Precision) -> Iterator[None]:
+def in_weights_of(module: nn.Module, precision: Precision) -> AbstractContextManager[None]:
     """Rounds the weights of a module to a precision, within the block; then they are as they were.
 
     Within the block the weights are copies, so trained weights must be read there. Under "bfloat16"
     weights that are not trained are rounded, too; under other precisions nothing is done.
     """
     if precision != "bfloat16":
-        yield
-        return
-    with copied_parameters(module.parameters(), torch.bfloat16):
-        yield
+        return nullcontext()
+    return copied_parameters(module.parameters(), torch.bfloat16)
 
 
 @contextmanager

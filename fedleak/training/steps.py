@@ -1,6 +1,6 @@
 """The steps of local training, at a client or repeated by an attacker."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,10 +21,9 @@ class Batch(NamedTuple):
     sequences: Sequence[Sequence[int]]
     labels: Sequence[int]
 
-    def of(self, chosen: Iterable[int]) -> "Batch":
+    def of(self, chosen: Sequence[int]) -> "Batch":
         """Returns the examples of these numbers, in this order."""
-        pairs = [(self.sequences[i], self.labels[i]) for i in chosen]
-        return Batch([sequence for sequence, _ in pairs], [label for _, label in pairs])
+        return Batch([self.sequences[i] for i in chosen], [self.labels[i] for i in chosen])
 
 
 def gradient(model: LanguageModel, batch: Batch, recipe: Recipe) -> dict[str, Tensor]:
@@ -96,7 +95,13 @@ def steps_(
         optimiser.zero_grad()
 
 
-def moved(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns after minus before in float32, in the place of `before`."""
-    wide = {name: before[name].float() for name in after}
+def delta_(
+    model: LanguageModel, gradients: Iterable[dict[str, Tensor]], recipe: Recipe, rate: float
+) -> dict[str, Tensor]:
+    """Makes steps as `steps_` does and returns weights after minus before in float32, by name."""
+    before = {name: p.clone() for name, p in model.parameters().items()}
+    steps_(model, gradients, recipe, rate)
+    # In the place of the weights before: one model less in memory.
+    wide = {name: value.float() for name, value in before.items()}
+    after = model.parameters()
     return {name: torch.sub(value, wide[name], out=wide[name]) for name, value in after.items()}
