@@ -138,8 +138,7 @@ def _make(spec: ModelSpec, *, checkpoint: bool, whole: bool = False) -> Language
     named = f"model.name = {name!r}"
     place, config = source(named, name), read_config(named, name)
     family = family_of(named, config, task)
-    of_tokenizer = place if spec.tokenizer is None else source(named, spec.tokenizer)
-    tokenizer = read_tokenizer(named, of_tokenizer)
+    tokenizer = read_tokenizer(named, name if spec.tokenizer is None else spec.tokenizer)
     check_tokenizer_(named, tokenizer, config.vocab_size, task)
     set_up_(config, tokenizer)
     config.num_labels = spec.num_labels
@@ -225,14 +224,15 @@ def read_config(named: str, name: str) -> Any:
         ) from error
 
 
-def read_tokenizer(named: str, place: str) -> Any:
-    """Returns the tokenizer at a place that `source` returned.
+def read_tokenizer(named: str, name: str) -> Any:
+    """Returns the tokenizer of a checkpoint; the arguments are those of `source`.
 
     Raises:
         ConfigError: There is none.
     """
     from transformers import AutoTokenizer  # here, because it takes a second
 
+    place = source(named, name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
     except Exception as error:

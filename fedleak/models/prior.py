@@ -183,20 +183,6 @@ def check(name: str) -> None:
     _causal_outline(name, loading.source(f"prior = {name!r}", name))
 
 
-def outline(named: str, name: str) -> tuple[Any, Any]:
-    """Returns the config and the tokenizer of a model, without reading weights.
-
-    Args:
-        named: The model, as a message names it.
-        name: A hub id, a folder, or `builtin/<name>`.
-
-    Raises:
-        ConfigError: There is none.
-    """
-    config = loading.read_config(named, name)
-    return config, loading.read_tokenizer(named, loading.source(named, name))
-
-
 @lru_cache(maxsize=8)
 def _causal_outline(name: str, source: str) -> tuple[Any, Any]:
     """Returns config and tokenizer of a model that predicts the next token.
@@ -208,14 +194,15 @@ def _causal_outline(name: str, source: str) -> tuple[Any, Any]:
         MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     )
 
-    config, tokenizer = outline(f"prior = {name!r}", name)
+    named = f"prior = {name!r}"
+    config, tokenizer = loading.read_config(named, name), loading.read_tokenizer(named, name)
     kind = config.model_type
     # These architectures read both ways unless they are told not to: each token would see itself.
     one_way = getattr(config, "is_decoder", False)
     both_ways = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not one_way
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or both_ways:
         raise ConfigError(
-            f"prior = {name!r} is a {kind} model, which does not predict the next token: give a "
+            f"{named} is a {kind} model, which does not predict the next token: give a "
             "causal language model, such as a GPT-2 or what `fedleak train-prior` makes"
         )
     return config, tokenizer

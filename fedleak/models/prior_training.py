@@ -20,8 +20,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedleak.models import CAUSAL_LM, CLASSIFICATION, families, pad
-from fedleak.models.prior import Prior, outline
+from fedleak.models import CAUSAL_LM, CLASSIFICATION, families, loading, pad
+from fedleak.models.prior import Prior
 from fedleak.util import plain_files
 from fedleak.util.errors import ConfigError, FedleakError, unknown
 from fedleak.util.rng import stream, stream_seed
@@ -149,7 +149,9 @@ def read_sentences(text: Path, tokenizer: str, plan: PriorConfig) -> PriorText:
     Raises:
         ConfigError: No such model, or a text that cannot be read or has no two sentences.
     """
-    config, of_model = outline(f"--tokenizer {tokenizer!r}", tokenizer)
+    named = f"--tokenizer {tokenizer!r}"
+    config = loading.read_config(named, tokenizer)
+    of_model = loading.read_tokenizer(named, tokenizer)
     family = families().get(config.model_type)
     if family is None:
         raise ConfigError(unknown("model family of --tokenizer", config.model_type, families()))
