@@ -11,7 +11,7 @@ import json
 import logging
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 DELIMITERS: Mapping[str, str] = {".csv": ",", ".tsv": "\t"}
-KNOWN = ".csv, .jsonl, .parquet, .tsv"
+_KINDS = (".csv", ".jsonl", ".parquet", ".tsv")
+KNOWN = ", ".join(_KINDS)
 _COMPRESSED = ".gz"
 _PANDAS_INDEX = "__index_level_0__"
 """Where pandas puts the first column, if every row has a field more than the header."""
@@ -57,7 +58,7 @@ class TableFile:
     def known(self) -> bool:
         """Whether files of this kind can be read."""
         compressed = self.path.suffix == _COMPRESSED
-        return self.kind in _READERS and not (compressed and self.kind == ".parquet")
+        return self.kind in _KINDS and not (compressed and self.kind == ".parquet")
 
     @property
     def separated(self) -> bool:
@@ -99,7 +100,7 @@ class TableFile:
         try:
             # Private data is not left behind in a cache.
             with _quiet(), TemporaryDirectory(prefix="fedleak-") as cache:
-                rows = _READERS[self.kind](self, cache)
+                rows = (_from_csv if self.separated else _from_typed)(self, cache)
             rows.data.validate(full=True)  # Arrow believes JSON and Parquet that they are UTF-8
         except Exception as error:
             fault = _fault(self) or f"cannot be read ({type(error.__cause__ or error).__name__})"
@@ -146,14 +147,6 @@ def _from_typed(file: TableFile, cache: str) -> "Dataset":
     read = Dataset.from_json if file.kind == ".jsonl" else Dataset.from_parquet
     options = {} if file.encoding is None else {"encoding": file.encoding}
     return read(str(file.path), keep_in_memory=True, cache_dir=cache, **options)
-
-
-_READERS: "Mapping[str, Callable[[TableFile, str], Dataset]]" = {
-    ".csv": _from_csv,
-    ".tsv": _from_csv,
-    ".jsonl": _from_typed,
-    ".parquet": _from_typed,
-}
 
 
 def shown(names: list[str]) -> str:

@@ -221,8 +221,7 @@ def test_the_reader_prints_nothing_of_its_own(
     # The first import sets the level.
     monkeypatch.setattr(files, "import_module", lambda name: logger.setLevel(logging.WARNING))
     levels: list[int] = []
-    reader = {".csv": lambda *_: levels.append(logger.getEffectiveLevel())}
-    monkeypatch.setattr(files, "_READERS", reader)
+    monkeypatch.setattr(files, "_from_csv", lambda *_: levels.append(logger.getEffectiveLevel()))
     with pytest.raises(ConfigError, match="is not UTF-8"):
         files.TableFile(path=path).read_dataset()
     assert levels == [logging.CRITICAL]
