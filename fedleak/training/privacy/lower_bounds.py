@@ -51,12 +51,15 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     return _last_above(lambda epsilon: gaussian_delta(epsilon, mu) - delta)
 
 
-def gaussian_mu(inside: Sequence[float], alpha: float, *, per_score: float = 1.0) -> float:
-    """Returns a lower bound on mu with confidence 1 - alpha; 0 where nothing was seen.
+def gaussian_bound(
+    inside: Sequence[float], alpha: float, delta: float, *, per_score: float = 1.0
+) -> float:
+    """Returns a lower bound on epsilon with confidence 1 - alpha; 0 where nothing was seen.
 
     Args:
         inside: The scores of the canaries that are in, of mean `mu / per_score` and variance 1.
         alpha: How often it may be wrong.
+        delta: Of the statement.
         per_score: 1; or 2 where a canary is plus or minus a direction, and scores have its sign.
     """
     from scipy.special import ndtri
@@ -64,14 +67,8 @@ def gaussian_mu(inside: Sequence[float], alpha: float, *, per_score: float = 1.0
     if not inside:
         return 0.0
     mean = math.fsum(inside) / len(inside)
-    return max(0.0, per_score * (mean + float(ndtri(alpha)) / math.sqrt(len(inside))))
-
-
-def gaussian_bound(
-    inside: Sequence[float], alpha: float, delta: float, *, per_score: float = 1.0
-) -> float:
-    """Returns the epsilon of `gaussian_mu`."""
-    return gaussian_epsilon(gaussian_mu(inside, alpha, per_score=per_score), delta)
+    mu = max(0.0, per_score * (mean + float(ndtri(alpha)) / math.sqrt(len(inside))))
+    return gaussian_epsilon(mu, delta)
 
 
 @cache

@@ -21,7 +21,6 @@ from fedleak.training.privacy.lower_bounds import (
     gaussian_bound,
     gaussian_delta,
     gaussian_epsilon,
-    gaussian_mu,
     settled_rule,
 )
 
@@ -76,7 +75,7 @@ def test_an_epsilon_of_nothing_is_zero_and_a_huge_one_is_finite():
     assert gaussian_epsilon(0.0, DELTA) == gaussian_epsilon(-1.0, DELTA) == 0.0
     assert gaussian_epsilon(1e-3, 0.5) == 0.0
     assert 2000 < gaussian_epsilon(64.0, DELTA) < 3000
-    assert gaussian_mu([], 0.05) == gaussian_mu([-5.0], 0.05) == 0.0
+    assert gaussian_bound([], 0.05, DELTA) == gaussian_bound([-5.0], 0.05, DELTA) == 0.0
     assert epsilon_delta_bound(10, 5, 0, 0.05, DELTA) == f_dp_bound(10, 5, 0, 0.05, DELTA) == 0.0
 
 
