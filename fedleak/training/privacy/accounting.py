@@ -88,21 +88,18 @@ class Spent:
         epsilon: At `delta`; infinite where no number bounds it.
         delta: The delta of the statement.
         events: What the epsilon is composed of.
+        uses: The uses in them; of events on different units only one counts.
     """
 
     epsilon: float
     delta: float
     events: tuple[Event, ...]
+    uses: tuple[Use, ...]
 
     @property
     def of(self) -> Event:
         """Returns the last event: it has the unit, sampling and neighbouring relation."""
         return self.events[-1]
-
-    @property
-    def uses(self) -> tuple[Use, ...]:
-        """What the epsilon is composed of; of events on different units only one counts."""
-        return _uses(self.events)
 
 
 def compose(events: Sequence[Event], delta: float, accountant: Accountant) -> list[Spent]:
@@ -119,7 +116,8 @@ def compose(events: Sequence[Event], delta: float, accountant: Accountant) -> li
                 f"two defenses protect {unit}s, one under {relations[0]!r} and one under "
                 f"{relations[1]!r}: no epsilon is of both: keep one"
             )
-        spent.append(Spent(epsilon(_uses(of_unit), delta, accountant), delta, of_unit))
+        uses = _uses(of_unit)
+        spent.append(Spent(epsilon(uses, delta, accountant), delta, of_unit, uses))
     return spent
 
 
