@@ -51,14 +51,12 @@ class TableFile:
     @property
     def kind(self) -> str:
         """The ending of the name, without that of a compression."""
-        compressed = self.path.suffix == _COMPRESSED
-        return (self.path.with_suffix("") if compressed else self.path).suffix
+        return Path(self.path.name.removesuffix(_COMPRESSED)).suffix
 
     @property
     def known(self) -> bool:
         """Whether files of this kind can be read."""
-        compressed = self.path.suffix == _COMPRESSED
-        return self.kind in _KINDS and not (compressed and self.kind == ".parquet")
+        return self.kind in _KINDS and not self.path.name.endswith(f".parquet{_COMPRESSED}")
 
     @property
     def separated(self) -> bool:
