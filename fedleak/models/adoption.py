@@ -63,8 +63,7 @@ def adopt(
     if (rows := head.get(family.classifier[0])) is not None:
         config.num_labels = len(rows)
     _check_loss(named, task, loss, config)
-    loading.check_tokenizer_(named, tokenizer, config.vocab_size, task)
-    loading.set_up_(config, tokenizer)
+    loading.set_up_(named, config, tokenizer, task)
     # To draw random weights, which are overwritten below, would take longer than a client's step.
     with torch.random.fork_rng(devices=[]), no_init_weights():
         own = loading.auto_class(task).from_config(config, dtype=torch.float32)

@@ -6,7 +6,6 @@ T tokens of a sequence, O outputs and I inputs of a linear layer, R rank of an a
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -184,7 +183,8 @@ class ModelFamily(Protocol):
         They are those of `projections`, and those of the adapters' first matrices.
         """
         adapters = map(lora_a, self.attention_parameters(layer))
-        return [*self.projections(tensors, layer).values(), *_held(tensors, adapters)]
+        of_adapters = [tensors[name] for name in adapters if name in tensors]
+        return [*self.projections(tensors, layer).values(), *of_adapters]
 
     def output_gradient(self, tensors: Mapping[str, Tensor], layer: int) -> Tensor | None:
         """Returns the gradient [O, I] of the attention output matrix, or of its adapter's first.
@@ -192,7 +192,7 @@ class ModelFamily(Protocol):
         None if neither is there.
         """
         (name,) = self.modules(layer)["o"]
-        return next(iter(_held(tensors, (name, lora_a(name)))), None)
+        return tensors.get(name, tensors.get(lora_a(name)))
 
     def token_table(self, module: nn.Module) -> TokenTable:
         """Returns the parts of the first attention input."""
@@ -254,17 +254,12 @@ def lora_a(name: str) -> str:
 
 def with_adapters(names: Iterable[str]) -> frozenset[str]:
     """Returns names of weights, and those of the first matrices of their adapters."""
-    return frozenset(chain.from_iterable((name, lora_a(name)) for name in names))
+    return frozenset(either for name in names for either in (name, lora_a(name)))
 
 
 def lora_b(name: str) -> str:
     """Returns the name, as peft has it, of the second matrix B [O, R] of a weight's adapter."""
     return name.removesuffix(".weight") + LORA_B
-
-
-def _held(tensors: Mapping[str, Tensor], names: Iterable[str]) -> list[Tensor]:
-    """Returns the tensors of the given names, without names that are missing."""
-    return [tensors[name] for name in names if name in tensors]
 
 
 def positions(mask_BT: Tensor) -> Tensor:

@@ -139,8 +139,7 @@ def _make(spec: ModelSpec, *, checkpoint: bool, whole: bool = False) -> Language
     place, config = source(named, name), read_config(named, name)
     family = family_of(named, config, task)
     tokenizer = read_tokenizer(named, name if spec.tokenizer is None else spec.tokenizer)
-    check_tokenizer_(named, tokenizer, config.vocab_size, task)
-    set_up_(config, tokenizer)
+    set_up_(named, config, tokenizer, task)
     config.num_labels = spec.num_labels
     auto = auto_class(task)
     with torch.random.fork_rng(devices=[]):
@@ -305,24 +304,20 @@ def family_of(named: str, config: Any, task: str) -> ModelFamily:
     return family
 
 
-def set_up_(config: Any, tokenizer: Any) -> None:
-    """Sets the tokenizer's padding in a configuration, and attention that can be differentiated."""
-    config.pad_token_id = tokenizer.pad_token_id
-    # Fused attention has no second derivative, and gradient matching needs one.
-    config._attn_implementation = "eager"
+def set_up_(named: str, config: Any, tokenizer: Any, task: str) -> None:
+    """Refuses the tokenizer of another model, and makes a model's settings fit for attacks.
 
-
-def check_tokenizer_(named: str, tokenizer: Any, rows: int, task: str) -> None:
-    """Refuses the tokenizer of another model, and adds a padding token if there is none.
+    It adds a padding token to the tokenizer if there is none, and sets it in the configuration, and
+    attention that can be differentiated.
 
     Args:
         named: The model, as a message names it.
+        config: Its configuration.
         tokenizer: What was found beside it.
-        rows: Tokens that the model has an embedding for.
         task: What is trained.
     """
     refuse_empty(named, tokenizer)
-    vocabulary = tokenizer.get_vocab()
+    vocabulary, rows = tokenizer.get_vocab(), config.vocab_size
     largest = max(vocabulary.values())
     # Tables are padded to a round number, by a few rows of many thousand.
     if largest >= rows or len(vocabulary) < rows / 2:
@@ -343,6 +338,9 @@ def check_tokenizer_(named: str, tokenizer: Any, rows: int, task: str) -> None:
             f"{named} has a tokenizer without a padding or an end token: set "
             "pad_token in its tokenizer_config.json"
         )
+    config.pad_token_id = tokenizer.pad_token_id
+    # Fused attention has no second derivative, and gradient matching needs one.
+    config._attn_implementation = "eager"
 
 
 def _check_weights(
