@@ -20,6 +20,7 @@ import torch
 from fedleak.data import files
 from fedleak.data.notes import notes
 from fedleak.util.errors import ConfigError
+from fedleak.util.lists import first_of
 from fedleak.util.rng import stream, stream_seed
 from fedleak.util.sanitise import is_whole
 
@@ -525,7 +526,7 @@ def _classes(
         values = [value if _absent(value) else feature.names[value] for value in values]
     names = sorted({str(values[i]) for i in kept}) if known is None else list(known)
     if unnamed := [str(values[i]) for i in kept if str(values[i]) not in names]:
-        known_ones = ", ".join(map(repr, names[:_NAMED])) + ", ..." * (len(names) > _NAMED)
+        known_ones = first_of(map(repr, names), _NAMED, more=", ...")
         raise ConfigError(
             f"column {label!r} of {name!r} has a class in {len(unnamed)} of {len(kept)} rows that "
             f"the experiment does not know, such as {unnamed[0]!r}: its classes are {known_ones}"

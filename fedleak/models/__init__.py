@@ -268,8 +268,7 @@ def target_counts(model: LanguageModel, sequences: Sequence[Sequence[int]]) -> l
     if model.task == CLASSIFICATION or not sequences:
         return [1] * len(sequences)
     ids_BT, mask_BT = pad(sequences, 0, torch.device("cpu"))
-    counts: list[int] = is_target(model, ids_BT, mask_BT).sum(1).tolist()
-    return counts
+    return is_target(model, ids_BT, mask_BT).sum(1).tolist()
 
 
 def example_losses(

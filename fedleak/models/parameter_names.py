@@ -12,6 +12,7 @@ from types import MappingProxyType
 from torch import nn
 
 from fedleak.util.errors import ConfigError
+from fedleak.util.lists import first_of
 from fedleak.util.sanitise import printable
 
 _INSIDE = frozenset({"_orig_mod", "_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
@@ -115,11 +116,10 @@ def _ending(name: str, known: Iterable[str] | Mapping[str, str]) -> str | None:
 
 def _no_parameter(unmatched: list[str], names: Iterable[str]) -> str:
     """Returns what is wrong with names that mean no parameter, and the nearest ones that do."""
-    name, known = unmatched[0], list(names)
-    nearest = difflib.get_close_matches(name[-_LONGEST:], known, n=3, cutoff=0.5)
+    known = list(names)
+    nearest = difflib.get_close_matches(unmatched[0][-_LONGEST:], known, n=3, cutoff=0.5)
     hint = f"its {len(known)} names are like {known[0]}"
     if nearest:
         hint = f"the nearest of its {len(known)} are {', '.join(nearest)}"
-    more = f" and {len(unmatched) - 1} more" if len(unmatched) > 1 else ""
-    shown = printable(repr(name))[:_LONGEST]
-    return f"the model has no parameter {shown}{more}: {hint}: name them so, or give that model"
+    shown = first_of((printable(repr(name))[:_LONGEST] for name in unmatched), most=1)
+    return f"the model has no parameter {shown}: {hint}: name them so, or give that model"

@@ -47,8 +47,7 @@ def round_batch(
         return (drawn < batch / num_examples).nonzero()[:, 0].tolist()
     sweep, step = divmod(round - 1, passes(num_examples, training))
     order = torch.randperm(num_examples, generator=stream(seed, "batches", client, sweep)).tolist()
-    chosen: list[int] = order[step * batch : (step + 1) * batch]
-    return chosen
+    return order[step * batch : (step + 1) * batch]
 
 
 @dataclass(frozen=True)

@@ -90,5 +90,4 @@ def least_likely(steps: Sequence[Sequence[int]], records: int, rate: float) -> D
 def _together(drawn_NM: NDArray[np.bool_]) -> NDArray[np.float32]:
     """Returns in how many columns both of two rows are drawn, for any two of the first rows."""
     first_NM = drawn_NM[:MOST_PAIRED].astype(np.float32)
-    both: NDArray[np.float32] = (first_NM @ first_NM.T)[np.triu_indices(len(first_NM), 1)]
-    return both
+    return (first_NM @ first_NM.T)[np.triu_indices(len(first_NM), 1)]
