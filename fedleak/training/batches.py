@@ -34,15 +34,14 @@ def round_batch(
     shuffled pass; the end of a pass that is too short for a batch is left out. With Poisson
     sampling FedSGD takes each example with the same probability, so a batch may be empty.
     """
-    poisson = training.private is not None and training.private.sampling == "poisson"
     if training.kind == UpdateKind.DELTA:
         room = (training.max_steps or num_examples) * training.batch_size
-        if room >= num_examples or poisson:
+        if room >= num_examples or training.poisson:
             return list(range(num_examples))
         drawn = torch.randperm(num_examples, generator=stream(seed, "batches", client, round))
         return sorted(drawn[:room].tolist())
     batch = min(training.batch_size, num_examples)
-    if poisson:
+    if training.poisson:
         drawn = torch.rand(num_examples, generator=stream(seed, "poisson", client, round))
         return (drawn < batch / num_examples).nonzero()[:, 0].tolist()
     sweep, step = divmod(round - 1, passes(num_examples, training))

@@ -14,7 +14,7 @@ from fedleak.training.planted import Planted
 from fedleak.training.recipe import in_weights_of
 from fedleak.training.settings import LocalTraining, OnFigures
 from fedleak.training.steps import Batch, delta_, gradient
-from fedleak.util.rng import stream, stream_seed
+from fedleak.util.rng import stream_seed
 
 
 def local_update_(
@@ -54,7 +54,7 @@ def local_update_(
                 if training.kind == UpdateKind.GRADIENT:
                     tensors = gradient(model, examples, training.recipe)
                 else:
-                    batches = training.batches(len(sequences), stream(seed, "order"))
+                    batches = training.batches(len(sequences), seed)
                     parts = map(examples.of, batches)
                     gradients = (gradient(model, part, training.recipe) for part in parts)
                     tensors = delta_(model, gradients, training.recipe, training.learning_rate)

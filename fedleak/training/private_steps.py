@@ -89,7 +89,7 @@ def private_update_(
         of_records = records.training(training)
 
         def gradients() -> Iterator[dict[str, Tensor]]:
-            for drawn in local_batches(records.count, of_records, private, seed):
+            for drawn in of_records.batches(records.count, seed):
                 seen.drawn.append(drawn)
                 batch = examples.of(records.drawn_examples(drawn))
                 in_step = planted and replace(planted, drawn_K=records.drawn_canaries(drawn))
@@ -264,19 +264,6 @@ def per_example(model: LanguageModel, ghost: bool) -> Iterator[GradSampleHooks]:
 def has_adapters(trained: Iterable[str]) -> bool:
     """Returns whether adapters are among the names of what is trained."""
     return any(".lora_A." in name for name in trained)
-
-
-def local_batches(
-    num_examples: int, training: LocalTraining, private: PrivateSteps, seed: int
-) -> Iterator[list[int]]:
-    """Yields the examples of each local step."""
-    if private.sampling == "poisson":
-        size, drawn = min(training.batch_size, num_examples), stream(seed, "poisson")
-        for _ in range(training.steps(num_examples)):
-            chosen_N = torch.rand(num_examples, generator=drawn) < size / num_examples
-            yield chosen_N.nonzero()[:, 0].tolist()
-        return
-    yield from training.batches(num_examples, stream(seed, "order"))
 
 
 @dataclass(kw_only=True)

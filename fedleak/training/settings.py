@@ -9,6 +9,7 @@ import torch
 
 from fedleak.training.observation import UpdateKind
 from fedleak.training.recipe import Recipe, Schedule
+from fedleak.util.rng import stream
 
 OnFigures = Callable[[Mapping[str, Any]], None]
 """Receives figures about the training, which the client keeps to itself; with private local steps,
@@ -94,9 +95,26 @@ class LocalTraining:
         mean, recipe = self.schedule.in_round(self.learning_rate, steps, round, self.recipe)
         return replace(self, learning_rate=mean, recipe=recipe, schedule=CONSTANT)
 
-    def batches(self, num_examples: int, order: torch.Generator) -> Iterator[list[int]]:
-        """Yields the examples of each step, by number: passes in random orders."""
+    @property
+    def poisson(self) -> bool:
+        """Whether each step draws each example by itself."""
+        return self.private is not None and self.private.sampling == "poisson"
+
+    def batches(self, num_examples: int, seed: int) -> Iterator[list[int]]:
+        """Yields the examples of each step, by number: Poisson draws, or passes in random orders.
+
+        Args:
+            num_examples: Examples that the client has.
+            seed: Of the draws or orders.
+        """
         size = min(self.batch_size, num_examples)
+        if self.poisson:
+            draws = stream(seed, "poisson")
+            for _ in range(self.steps(num_examples)):
+                drawn_N = torch.rand(num_examples, generator=draws) < size / num_examples
+                yield drawn_N.nonzero()[:, 0].tolist()
+            return
+        order = stream(seed, "order")
 
         def passes() -> Iterator[list[int]]:
             for _ in range(self.epochs):

@@ -28,6 +28,7 @@ from fedleak.store.summaries import SUMMARY
 from fedleak.training import private_steps
 from fedleak.training.observation import ClientUpdate, UpdateKind
 from fedleak.training.privacy import accounting
+from fedleak.training.settings import LocalTraining
 from fedleak.training.truth import GroundTruth
 from fedleak.util.errors import ConfigError
 from fedleak.util.rng import stream
@@ -421,10 +422,10 @@ def batches_in_place_of_sampling(patch):
 
 
 def local_steps_that_take_all(patch):
-    def local_batches(records, training, *_, **__):
+    def batches(training, records, seed):
         yield from [list(range(records))] * training.steps(records)
 
-    patch.setattr(private_steps, "local_batches", local_batches)
+    patch.setattr(LocalTraining, "batches", batches)
 
 
 QUIET = LOCAL_DP | {"noise_multiplier": 0.125}

@@ -17,7 +17,7 @@ from fedleak.training.batches import Records, round_batch
 from fedleak.training.observation import UpdateKind
 from fedleak.training.planted import Planted
 from fedleak.training.privacy.canaries import Canaries, scores
-from fedleak.training.private_steps import Seen, local_batches, private_gradient
+from fedleak.training.private_steps import Seen, private_gradient
 from fedleak.training.settings import LocalTraining, PrivateSteps
 from fedleak.training.steps import Batch
 from fedleak.util.rng import stream
@@ -167,9 +167,9 @@ def test_canaries_of_local_steps_are_drawn_as_examples_are():
         kind=UpdateKind.DELTA, batch_size=3, epochs=400, learning_rate=0.1, dropout=False
     )
     for sampling in ("fixed", "poisson"):
-        private = PrivateSteps(1.0, 1.0, sampling)
-        records = Records(6, 10, sampling == "poisson")
-        steps = list(local_batches(records.count, records.training(plain), private, seed=0))
+        private = replace(plain, private=PrivateSteps(1.0, 1.0, sampling))
+        records = Records(6, 10, private.poisson)
+        steps = list(records.training(private).batches(records.count, seed=0))
         assert len(steps) == plain.steps(6) == 800
         examples = torch.zeros(800, 6)
         for step, drawn in enumerate(steps):

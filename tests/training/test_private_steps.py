@@ -626,7 +626,7 @@ def test_no_example_is_used_more_often_than_the_ledger_counts(num_examples, batc
         assert max(used.values()) <= len(marks)
     # Under FedAvg an example is in one batch of every epoch.
     delta = dataclasses.replace(local, kind=UpdateKind.DELTA, epochs=3)
-    batches = private_steps.local_batches(num_examples, delta, delta.private, seed=0)
+    batches = delta.batches(num_examples, seed=0)
     used = Counter(i for batch in batches for i in batch)
     event = defense.event(delta, num_examples, 1)
     assert set(used.values()) == {event.steps} == {3}

@@ -11,7 +11,7 @@ from fedleak.models import CAUSAL_LM, CLASSIFICATION, pad
 from fedleak.training.batches import round_batch
 from fedleak.training.local import local_update_
 from fedleak.training.observation import UpdateKind
-from fedleak.training.private_steps import Seen, local_batches, private_gradient
+from fedleak.training.private_steps import Seen, private_gradient
 from fedleak.training.recipe import Recipe, Schedule
 from fedleak.training.settings import LocalTraining, PrivateSteps
 from fedleak.training.steps import Batch, gradient
@@ -166,7 +166,7 @@ def test_private_gradients_go_through_the_optimiser(small, texts):
     before, noise, seen = replica.parameters(), stream(5, "private"), Seen()
     before = {name: value.clone() for name, value in before.items()}
     optimiser = torch.optim.AdamW(replica.trained().values(), lr=0.01, weight_decay=0)
-    for chosen in local_batches(5, training, training.private, 5):
+    for chosen in training.batches(5, 5):
         batch = Batch(sequences, LABELS).of(chosen)
         step = private_gradient(replica, batch, 2, training.private, noise, seen)
         for name, parameter in replica.trained().items():

@@ -51,13 +51,8 @@ def draws(bench: Bench) -> Iterator[Test]:
 def _batches(local: LocalTraining, held: int, seed: int, time: int) -> Iterator[Sequence[int]]:
     """Yields the batches of one use of the client's sampler, or of one pass of rounds."""
     if local.kind == UpdateKind.DELTA and local.private is not None:
-        from fedleak.training import private_steps  # it takes seconds to import
-
-        yield from private_steps.local_batches(
-            held, local, local.private, stream_seed(seed, "check", time)
-        )
+        yield from local.batches(held, stream_seed(seed, "check", time))
         return
-    poisson = local.private is not None and local.private.sampling == "poisson"
-    rounds = 1 if poisson else passes(held, local)
+    rounds = 1 if local.poisson else passes(held, local)
     for round in range(1 + time * rounds, 1 + (time + 1) * rounds):
         yield round_batch(held, local, seed=seed, client=0, round=round)

@@ -52,7 +52,6 @@ def _most_texts(evidence: Evidence, key: Key) -> int:
     run, experiment = evidence.run, evidence.experiment
     summed = key.client == EVERYONE
     clients = clients_of_round(experiment, key.round) if summed else [key.client]
-    private = experiment.local_training.private
-    if private is not None and private.sampling == "poisson":
+    if experiment.local_training.poisson:
         return sum((client_sizes(run) or ())[client] for client in clients)
     return sum(most_examples(experiment, run, client) for client in clients)

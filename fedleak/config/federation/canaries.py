@@ -193,7 +193,7 @@ def client_canaries(
     of_fedsgd = local.kind == UpdateKind.GRADIENT
     whole = any(event.unit == "client" for event in protection.events(round))
     private = None if whole else local.private
-    poisson = private is not None and private.sampling == "poisson"
+    poisson = local.poisson and not whole
     size = min(local.batch_size, held)
     batches = passes(held, local) if of_fedsgd and not poisson and not whole else 1
     slot = (round - 1) % batches
