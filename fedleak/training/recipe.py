@@ -110,20 +110,16 @@ class Schedule:
     final: float = 0.0
     rounds: int | None = None
 
-    def rates(self, first: float, steps: int, round: int) -> tuple[float, ...]:
-        """Returns the learning rate of each step of a round, counted from 1."""
-        if self.rounds is not None:
-            return (self._at(first, min(1.0, round / self.rounds)),) * steps
-        return tuple(self._at(first, step / steps) for step in range(steps))
-
     def in_round(
         self, first: float, steps: int, round: int, recipe: Recipe
     ) -> tuple[float, Recipe]:
-        """Returns the mean learning rate of a round, and how a client steps in it.
+        """Returns the mean learning rate of a round, counted from 1, and how a client steps in it.
 
         The recipe has the rate of each step if they differ.
         """
-        rates = self.rates(first, steps, round)
+        if self.rounds is not None:
+            return self._at(first, min(1.0, round / self.rounds)), recipe
+        rates = tuple(self._at(first, step / steps) for step in range(steps))
         if len(set(rates)) == 1:
             return rates[0], recipe
         return sum(rates) / steps, replace(recipe, rates=rates)

@@ -137,9 +137,11 @@ def test_a_schedule_falls_over_rounds_as_flowertune_has_it():
     schedule = Schedule(shape="cosine", final=1e-6, rounds=200)
     for round in (1, 37, 200):
         rate = 1e-6 + 0.5 * (5e-5 - 1e-6) * (1 + math.cos(math.pi * round / 200))
-        assert schedule.rates(5e-5, 3, round) == pytest.approx((rate,) * 3)
+        assert schedule.in_round(5e-5, 3, round, Recipe()) == (pytest.approx(rate), Recipe())
     line = Schedule(shape="linear", final=0.2)
-    assert line.rates(1.0, 4, round=9) == pytest.approx((1.0, 0.8, 0.6, 0.4))
+    mean, recipe = line.in_round(1.0, 4, 9, Recipe())
+    assert recipe.rates == pytest.approx((1.0, 0.8, 0.6, 0.4))
+    assert mean == pytest.approx(0.7)
 
 
 def test_with_fewer_steps_than_data_a_client_trains_on_other_texts_in_each_round():
