@@ -24,7 +24,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -34,7 +33,8 @@ from fedleak.attacks.imprinted.answer import NO_TOKEN, answered, not_served
 from fedleak.attacks.imprinted.bins import Words, read_bins
 from fedleak.attacks.imprinted.checksum import Text
 from fedleak.attacks.reconstruction import Reconstruction
-from fedleak.attacks.server_modes.decepticons import Blocks, Decepticons, blocks, planted
+from fedleak.attacks.server_modes.decepticons import Decepticons, blocks, planted
+from fedleak.attacks.server_modes.imprint import Planted
 from fedleak.attacks.server_modes.sectors import as_linear
 from fedleak.models import LanguageModel
 from fedleak.models.family import TokenTable
@@ -85,8 +85,9 @@ class DecepticonsReader:
             return Reconstruction.abstained(NO_TOKEN)
         table = model.family.token_table(model.module)
         words = Words.of(model, seen, table)
-        fit_CT, word_CT = _fits(input_CD[:, known.tag : -1], words, table, known.tag)
-        clusters = list(_clusters(input_CD[:, : known.tag], seen.update.num_examples))
+        tag = len(known[0].shift_K)
+        fit_CT, word_CT = _fits(input_CD[:, tag:-1], words, table, tag)
+        clusters = list(_clusters(input_CD[:, :tag], seen.update.num_examples))
         opening, closing = words.marks(model)
         texts = [
             _text(fit_CT[cluster_C], word_CT[cluster_C], opening, closing) for cluster_C in clusters
@@ -95,16 +96,16 @@ class DecepticonsReader:
         return answered(seen, model, words.ids_V.tolist(), texts, numbers, alone=False)
 
 
-def _inputs(model: LanguageModel, tensors: dict[str, Tensor], known: Blocks) -> Tensor:
+def _inputs(model: LanguageModel, tensors: dict[str, Tensor], known: list[Planted]) -> Tensor:
     """Returns the inputs [C, D] that the bins of all blocks hold, each of length 1."""
     inputs = []
-    for block, own in zip(blocks(model), known.planted, strict=True):
+    for block, own in zip(blocks(model), known, strict=True):
         name = model.family.modules(block)["f"][0]
         if name not in tensors:
             continue
         bins = read_bins(as_linear(model, name, tensors[name]), own)
         # Above the last edge of a block are all the tokens that the next blocks tell apart.
-        last = len(bins.sum_ND) - 1 if own is not known.planted[-1] else -1
+        last = len(bins.sum_ND) - 1 if own is not known[-1] else -1
         inputs.append(bins.sum_ND[[number for number in bins.used() if number != last]])
     input_CD = torch.cat(inputs).double()
     return F.normalize(input_CD, dim=1, eps=0.0).float()
@@ -133,6 +134,7 @@ def _fits(input_CL: Tensor, words: Words, table: TokenTable, tag: int) -> tuple[
 def _clusters(tag_CK: Tensor, texts: int) -> Iterator[Tensor]:
     """Yields the inputs of each text, as numbers: those whose tags correlate."""
     from scipy.cluster.hierarchy import fcluster, linkage  # here, because it takes a while
+    from scipy.spatial.distance import squareform
 
     if len(tag_CK) == 1:
         yield torch.zeros(1, dtype=torch.long)
@@ -140,7 +142,7 @@ def _clusters(tag_CK: Tensor, texts: int) -> Iterator[Tensor]:
     unit_CK = _centred(tag_CK)
     # A bin's weight has any sign, and takes that of the tag with it.
     apart_CC = (1 - (unit_CK @ unit_CK.T).abs()).clamp_min(0).double().numpy()
-    apart_X = apart_CC[np.triu_indices(len(apart_CC), 1)]
+    apart_X = squareform(apart_CC, checks=False)
     label_C = torch.tensor(fcluster(linkage(apart_X, "average"), texts, "maxclust"))
     for label in range(1, int(label_C.max()) + 1):
         yield (label_C == label).nonzero()[:, 0]

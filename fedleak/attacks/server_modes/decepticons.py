@@ -23,7 +23,7 @@ Shapes: N neurons of a block, D hidden size, K numbers of a tag, M tokens of pub
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field
@@ -141,20 +141,8 @@ class Decepticons(ServerMode):
         return {name: value.to(model.device) for name, value in changed.items()}
 
 
-class Blocks(NamedTuple):
-    """What a changed model does.
-
-    Attributes:
-        tag: Numbers of a tag, which are the first ones of the stream.
-        planted: What each block with bins does.
-    """
-
-    tag: int
-    planted: tuple[Planted, ...]
-
-
-def planted(model: LanguageModel) -> Blocks | None:
-    """Returns what the blocks of a model do to tokens; None if it was not changed by this mode.
+def planted(model: LanguageModel) -> list[Planted] | None:
+    """Returns what each block with bins does to tokens; None if this mode did not change the model.
 
     All of it is in the weights, so whoever has the model knows it.
     """
@@ -180,7 +168,7 @@ def planted(model: LanguageModel) -> Blocks | None:
                 eps=0.0,
             )
         )
-    return Blocks(size, tuple(known))
+    return known
 
 
 def blocks(model: LanguageModel) -> range:

@@ -59,14 +59,14 @@ def test_each_layer_reads_tokens_and_the_first_word_of_their_text(small, observe
         for ids, input_TD in zip(sequences, input_BTD, strict=True):
             place_T = torch.arange(len(ids))
             attended_TD = table(torch.tensor(ids), place_T).detach()
-            tag_K = (known.planted[0].project_KD @ attended_TD[anchor]) + known.planted[0].shift_K
+            tag_K = (known[0].project_KD @ attended_TD[anchor]) + known[0].shift_K
             stream_TD = table.embed(torch.tensor(ids), place_T)
             if family == "bert":
                 stream_TD = attended_TD
-            wanted_TD = F.layer_norm(stream_TD + F.pad(tag_K, (0, 48 - known.tag)), (48,))
+            wanted_TD = F.layer_norm(stream_TD + F.pad(tag_K, (0, 48 - len(tag_K))), (48,))
             assert torch.allclose(input_TD[: len(ids), :-1], wanted_TD[:, :-1], atol=1e-3)
-    assert len(passed) == len(known.planted) == 3 - (task == CLASSIFICATION)
-    edges_X = torch.cat([own.edge_N for own in known.planted])
+    assert len(passed) == len(known) == 3 - (task == CLASSIFICATION)
+    edges_X = torch.cat([own.edge_N for own in known])
     assert (edges_X.diff() >= 0).all()
     assert not edges_X.isnan().any()
 
