@@ -75,39 +75,32 @@ class Split(NamedTuple):
         return len(self.weight_M) == 1
 
 
-def split(
-    bins: Bins, number: int, words: Words, word_M: Tensor, place_M: Tensor, size: int
-) -> Split | None:
-    """Returns a bin as a sum over words at places; None if that does not explain it.
+@torch.no_grad()
+def splits(bins: Bins, words: Words, pick_NR: Tensor, size: int) -> list[Split]:
+    """Returns the bins that are sums over their picks.
 
     Args:
         bins: The bins.
-        number: Which one.
         words: What they may hold.
-        word_M, place_M: What it holds.
+        pick_NR: What each of them holds, as `bins.pick` returns it.
         size: Numbers of a tag: the first ones.
     """
-    row_MD = words.rows(word_M, place_M)
-    system_DX = torch.cat([row_MD, torch.ones_like(row_MD[:1])]).T.double()
-    sum_D = bins.sum_ND[number].double()
-    solved_X = torch.linalg.lstsq(system_DX[size:], sum_D[size:, None]).solution[:, 0]
-    rest_D = sum_D - system_DX @ solved_X
-    if not float(rest_D[size:].norm()) <= float(bins.limit_N[number]):
-        return None
-    weight_M, tags_K = solved_X[:-1].float(), rest_D[:size].float()
-    return Split(number, word_M, place_M, weight_M, tags_K, float(bins.noise_N[number]))
-
-
-@torch.no_grad()
-def splits(bins: Bins, words: Words, pick_NR: Tensor, size: int) -> list[Split]:
-    """Returns the bins that their picks explain exactly."""
     exact = []
     for number in bins.used():
         pick_M = pick_NR[number, pick_NR[number] >= 0]
-        if 0 < len(pick_M) < pick_NR.shape[1]:
-            word_M, place_M = pick_M // words.places, pick_M % words.places
-            exact.append(split(bins, number, words, word_M, place_M, size))
-    return [known for known in exact if known is not None]
+        if not 0 < len(pick_M) < pick_NR.shape[1]:
+            continue
+        word_M, place_M = pick_M // words.places, pick_M % words.places
+        row_MD = words.rows(word_M, place_M)
+        system_DX = torch.cat([row_MD, torch.ones_like(row_MD[:1])]).T.double()
+        sum_D = bins.sum_ND[number].double()
+        solved_X = torch.linalg.lstsq(system_DX[size:], sum_D[size:, None]).solution[:, 0]
+        rest_D = sum_D - system_DX @ solved_X
+        if float(rest_D[size:].norm()) <= float(bins.limit_N[number]):
+            weight_M, tags_K = solved_X[:-1].float(), rest_D[:size].float()
+            noise = float(bins.noise_N[number])
+            exact.append(Split(number, word_M, place_M, weight_M, tags_K, noise))
+    return exact
 
 
 @torch.no_grad()
