@@ -80,8 +80,7 @@ def placed_words(word_VD: Tensor, place_TD: Tensor, never: Collection[int]) -> P
     word_VD, place_TD = word_VD.double() / unit, place_TD.double() / unit
     alone_VT = _Rows(word_VD, place_TD, {}).gains(never)
     words = torch.unique(alone_VT.topk(min(_WORDS, len(word_VD)), dim=0).indices)
-    index = {int(word): i for i, word in enumerate(words)}
-    few = [index[word] for word in never if word in index]
+    few = [i for i, word in enumerate(words.tolist()) if word in never]
     variance: dict[Pair, float] = {}
     for _ in range(_MOST):
         step = _Rows(word_VD[words], place_TD, variance).best_step(few)

@@ -110,10 +110,8 @@ def _read_chains(
     everything = words
     if len(words.ids_V) == model.vocabulary:  # which words are used is not known
         named_V = torch.unique(torch.cat([part.word_M for part in exact]))
-        index_V = torch.full((len(words.ids_V),), -1)
-        index_V[named_V] = torch.arange(len(named_V))
         words = replace(words, ids_V=words.ids_V[named_V])
-        exact = [part._replace(word_M=index_V[part.word_M]) for part in exact]
+        exact = [part._replace(word_M=torch.searchsorted(named_V, part.word_M)) for part in exact]
     opening, _ = words.marks(model)
     chains = Chains(bins, words, everything, known, exact, table, opening)
     chains.grow_()
