@@ -18,6 +18,7 @@ Shapes: B texts, M words that were used, T places, D hidden size, X numbers that
 """
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -136,10 +137,10 @@ class Climb:
             if name in sent
         ]
         self._model, self._table, self._end = model, table, end
-        self._parameters = [model.module.get_parameter(name) for name in names]
+        parameters = [model.module.get_parameter(name) for name in names]
+        self._gradient = lru_cache(_KEPT)(partial(_gradient, model, parameters))
         signs = [-sent[name].sign().float().flatten() for name in names]
         self._sent_X = torch.cat(signs) if signs else None
-        self._known: dict[tuple[Ids, int], Tensor] = {}
 
     def best(self, texts: Sequence[Ids], clock: Clock, rng: torch.Generator) -> tuple[Batch, float]:
         """Returns the best batch that single changes lead to, and the cosine of its signs."""
@@ -200,18 +201,15 @@ class Climb:
             gradient_X += self._gradient(tuple(ids), label)
         return float(F.cosine_similarity(gradient_X.sign(), self._sent_X, dim=0))
 
-    def _gradient(self, ids: Ids, label: int) -> Tensor:
-        """Returns the gradient [X] of a text."""
-        if (ids, label) not in self._known:
-            if len(self._known) >= _KEPT:
-                self._known.clear()
-            ids_BT, mask_BT = pad([ids], self._model.tokenizer.pad_token_id, self._model.device)
-            labels_B = torch.tensor([label], device=self._model.device)
-            with torch.enable_grad():
-                loss = batch_loss(self._model, ids_BT, mask_BT, labels_B)
-                parts = torch.autograd.grad(loss, self._parameters)
-            self._known[ids, label] = torch.cat([part.flatten() for part in parts])
-        return self._known[ids, label]
+
+def _gradient(model: LanguageModel, parameters: Sequence[Tensor], ids: Ids, label: int) -> Tensor:
+    """Returns the gradient [X] of a text."""
+    ids_BT, mask_BT = pad([ids], model.tokenizer.pad_token_id, model.device)
+    labels_B = torch.tensor([label], device=model.device)
+    with torch.enable_grad():
+        loss = batch_loss(model, ids_BT, mask_BT, labels_B)
+        parts = torch.autograd.grad(loss, parameters)
+    return torch.cat([part.flatten() for part in parts])
 
 
 def _exchanged(
