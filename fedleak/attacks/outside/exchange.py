@@ -124,9 +124,13 @@ def read_answer(path: Path, model: LanguageModel) -> Reconstruction:
     Raises:
         AnswerFileError: There is no answer, or it is not a valid one.
     """
-    content = _content(path)
     try:
-        file = AnswerFile.model_validate_json(content)
+        # A plain file that is not too large: a pipe would never end, a link leads anywhere.
+        file = AnswerFile.model_validate_json(content(path, MOST_BYTES))
+    except FileNotFoundError:
+        raise AnswerFileError("it wrote no answer") from None
+    except OSError as error:
+        raise AnswerFileError(f"its answer cannot be read: {error.strerror}") from None
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
@@ -157,13 +161,3 @@ def _evidence(evidence: list[float | None] | None, sequences: int) -> tuple[floa
 
 def _ids(sequence: str | list[int], model: LanguageModel) -> tuple[int, ...]:
     return tuple(model.encode([sequence])[0]) if isinstance(sequence, str) else tuple(sequence)
-
-
-def _content(path: Path) -> bytes:
-    """Reads a plain file that is not too large: a pipe would never end, a link leads anywhere."""
-    try:
-        return content(path, MOST_BYTES)
-    except FileNotFoundError:
-        raise AnswerFileError("it wrote no answer") from None
-    except OSError as error:
-        raise AnswerFileError(f"its answer cannot be read: {error.strerror}") from None
