@@ -76,9 +76,7 @@ def _best(
     """
     objective = search.objective
     row_R1 = torch.arange(len(tried_RKX), device=tried_RKX.device)[:, None]
-    for judge in (objective.rough, objective):
-        if judge is None:
-            continue
+    for judge in filter(None, (objective.rough, objective)):
         score, chunks = scores(judge), judge.chunks(tried_RKX.shape[1], sequences)
         apart_RK = torch.cat(
             [score(tried_RKX[:, chosen]) for chosen in search.watch.within(chunks, "changes")], 1

@@ -83,9 +83,8 @@ class Objective:
     def ready(self) -> Iterator[None]:
         """Freezes the parameters; afterwards the model is as it was before."""
         with ExitStack() as listening:
-            for judge in (self, self.rough):
-                if judge is not None:
-                    listening.enter_context(judge.batch_gradients.ready())
+            for judge in filter(None, (self, self.rough)):
+                listening.enter_context(judge.batch_gradients.ready())
             yield
 
     def take(self, chosen_S: Tensor) -> "Objective":

@@ -347,6 +347,10 @@ def match_gradients(search: Search, discrete_step: DiscreteStep | None = None) -
     objective, config, _, watch = search
     descent = Descent(initial(search), config)
     best_RBTF, best_R = descent.now().clone(), torch.full_like(objective.normalizer_R, torch.inf)
+
+    def best() -> list[Found]:
+        return best_of_each(objective.victim_R, objective.nearest_tokens(best_RBTF), best_R)
+
     for step in range(1, config.steps + 1):
         if watch.up(descent.seconds):
             break
@@ -357,14 +361,10 @@ def match_gradients(search: Search, discrete_step: DiscreteStep | None = None) -
         if discrete_step and config.discrete(step) and not watch.up():
             # Adam's memory stays where it was, as in the code of LAMP's authors.
             descent.change_(discrete_step)
-        if step % _READ_EVERY == 0 or step == config.steps:
-            watch.at(
-                step, best_of_each(objective.victim_R, objective.nearest_tokens(best_RBTF), best_R)
-            )
-        else:
-            watch.at(step)
+        shown = step % _READ_EVERY == 0 or step == config.steps
+        watch.at(step, best() if shown else ())
     for _ in range(config.rounds if config.discrete_at == "at-end" else 0):
         if discrete_step is None or watch.up():
             break
         best_RBTF = discrete_step(best_RBTF)
-    return best_of_each(objective.victim_R, objective.nearest_tokens(best_RBTF), best_R)
+    return best()

@@ -15,7 +15,6 @@ bag, N places of a sentence whose tokens are to be found, S chosen rows.
 import math
 from dataclasses import replace
 from itertools import combinations, product
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -40,8 +39,6 @@ from fedleak.attacks.matching.optimizer import (
     initial,
 )
 from fedleak.attacks.matching.parametrization import Guess, TokenMixtures
-
-Item = TypeVar("Item")
 
 BEST = MatchingConfig(
     steps=200,
@@ -237,12 +234,5 @@ def exchange_candidates(search: Search, ids_RBT: Tensor) -> Tensor:
                 # Two whole sentences of one class only change their order.
                 if label_B[b] != label_B[c] or not torch.equal(other_BT[b], now_BT[c]):
                     tried.append(other_BT)
-        candidates.append(torch.stack([tried[0], *_some(tried[1:], most, generator)]))
+        candidates.append(torch.stack([tried[0], *reorderings.at_most(tried[1:], most, generator)]))
     return stacked(candidates)
-
-
-def _some(all_of: list[Item], most: int, rng: torch.Generator) -> list[Item]:
-    """Returns at most `most` of the list, drawn at random."""
-    if len(all_of) <= most:
-        return all_of
-    return [all_of[i] for i in torch.randperm(len(all_of), generator=rng)[:most].tolist()]

@@ -5,10 +5,13 @@ has places; the special tokens that begin and end a sentence have none.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+Item = TypeVar("Item")
 
 Order = tuple[int, ...]
 
@@ -38,11 +41,8 @@ def nearby(length: int, most: int, rng: torch.Generator) -> list[Order]:
     """
     # A move makes two neighbouring blocks change places; so does a swap of neighbours.
     moved, swapped = math.comb(length + 1, 3), math.comb(max(length - 1, 0), 2)
-    numbers: Iterable[int] = range(moved + swapped)
-    if moved + swapped > most:
-        numbers = torch.randperm(moved + swapped, generator=rng)[:most].tolist()
     orders = []
-    for number in numbers:
+    for number in at_most(range(moved + swapped), most, rng):
         if number < moved:
             start, between, stop = _subset(number, 3)
             orders.append(move(length, start, between, start + stop - between))
@@ -50,6 +50,13 @@ def nearby(length: int, most: int, rng: torch.Generator) -> list[Order]:
             i, j = _subset(number - moved, 2)
             orders.append(swap(length, i, j + 1))
     return orders
+
+
+def at_most(values: Sequence[Item], most: int, rng: torch.Generator) -> Sequence[Item]:
+    """Returns all values, or so many of them drawn at random."""
+    if len(values) <= most:
+        return values
+    return [values[i] for i in torch.randperm(len(values), generator=rng)[:most].tolist()]
 
 
 def _subset(number: int, size: int) -> list[int]:
