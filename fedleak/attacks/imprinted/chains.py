@@ -281,13 +281,9 @@ class Chains:
     def _bins_of(self, row_XD: Tensor) -> list[range]:
         """Returns the bins that rows are in: two or three if they are on an edge."""
         angle_X, step_X = self.known.angles(row_XD)
-        edge_N = self.known.edge_N
-        first_X = torch.searchsorted(edge_N, angle_X - step_X) - 1
-        last_X = torch.searchsorted(edge_N, angle_X + step_X) - 1
-        return [
-            range(max(first, 0), last + 1)
-            for first, last in zip(first_X.tolist(), last_X.tolist(), strict=True)
-        ]
+        first_X = (torch.searchsorted(self.known.edge_N, angle_X - step_X) - 1).clamp_min(0)
+        stop_X = torch.searchsorted(self.known.edge_N, angle_X + step_X)
+        return list(map(range, first_X.tolist(), stop_X.tolist()))
 
     def _peel_(self) -> bool:
         """Takes what the tree knows out of bins, and the last token of each; whether any was."""

@@ -130,8 +130,7 @@ def read_texts(
     for words_T, tag_K, error in zip(
         word_ST.tolist(), tags.tag_SK, tags.error_S.tolist(), strict=True
     ):
-        framed = sum(word in (opening, closing) for word in words_T if word >= 0)
-        if sum(word >= 0 for word in words_T) <= framed:
+        if {-1, opening, closing}.issuperset(words_T):
             continue  # nothing but marks: no text, or none that says anything
         radius = checksum.radius(error)
         readings = list(_lengths(words_T, closing))
@@ -186,8 +185,7 @@ def _fitting(
         filled = [{first: v, second: w} for v, others in enumerate(near) for w in others]
     if len(filled) != 1:
         return None
-    whole = [filled[0].get(place, word) for place, word in enumerate(words)]
-    ids = [word for word in whole if word is not None]
+    ids = [filled[0][place] if word is None else word for place, word in enumerate(words)]
     misfit = float((checksum.tag(ids) - tag_K).norm()) / radius
     if misfit > 1:
         return None

@@ -8,7 +8,7 @@ Shapes: R rows, B sequences, T tokens, M tokens of a bag, S chosen rows.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, product
+from itertools import islice, product, zip_longest
 from typing import NamedTuple
 
 import torch
@@ -230,8 +230,7 @@ def _weight(shape: Shape, model: LanguageModel) -> float:
 
 
 def _canonical(shape: Shape) -> tuple[tuple[int, int], ...]:
-    labels = shape.labels or (0,) * len(shape.lengths)
-    return tuple(sorted(zip(shape.lengths, labels, strict=True)))
+    return tuple(sorted(zip_longest(shape.lengths, shape.labels, fillvalue=0)))
 
 
 def _lengths(seen: Observation, model: LanguageModel) -> Iterator[tuple[int, ...]]:

@@ -295,8 +295,6 @@ def initial(search: Search) -> Tensor:
             search, start_RBTF, lambda best: reordered(best, _shuffle(objective, rng)), "orders"
         )
     guessed_RB11 = (rows.begin_RBT >= 0).any(-1)[..., None, None]
-    if not guessed_RB11.any():
-        return space.scaled(start_RBTF)
     guess_RBTF = space.variables(rows.begin_RBT.clamp_min(0))
     return torch.where(guessed_RB11, guess_RBTF, space.scaled(start_RBTF))
 
