@@ -8,27 +8,24 @@ A text is certified by itself, by its tag (`checksum`). The batch is proved as e
 gradient, recomputed at the model that was sent, is the update.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from fedleak.attacks import AttackSetting, certificate
 from fedleak.attacks.imprinted.answer import NO_TOKEN, answered, not_served
-from fedleak.attacks.imprinted.bins import Bins, Words, pick, read_bins
+from fedleak.attacks.imprinted.bins import Words, pick, read_bins
 from fedleak.attacks.imprinted.chains import Chains
 from fedleak.attacks.imprinted.checksum import Checksum, read_texts
 from fedleak.attacks.imprinted.slots import MOST, Slots, fill_
-from fedleak.attacks.imprinted.tags import Split, more_tags, read_tags, splits, without_mixtures
+from fedleak.attacks.imprinted.tags import more_tags, read_tags, splits, without_mixtures
 from fedleak.attacks.reconstruction import Reconstruction
 from fedleak.attacks.server_modes import sectors
 from fedleak.attacks.server_modes.imprint import Imprint, planted
+from fedleak.attacks.server_modes.sectors import Sectors, Stream
 from fedleak.models import LanguageModel
 from fedleak.training.observation import Observation
-
-NOT_IMPRINTED = "the first block of this model is not imprinted"
 
 
 @dataclass(frozen=True)
@@ -48,20 +45,29 @@ class ImprintReader:
         family = setting.family
         return setting.tables | {*family.modules(0)["f"], *family.classifier}
 
+    @torch.no_grad()
     def __call__(
         self, seen: Observation, model: LanguageModel, *, rng: torch.Generator
     ) -> Reconstruction:
         """Returns the texts, the certified ones first."""
-        tensors = certificate.as_gradient(seen)
-        if model.family.causal:
-            return _read_chains(seen, model, tensors, rng)
-        known = planted(model)
+        known = sectors.planted(model) if model.family.causal else planted(model)
         if known is None:
-            return Reconstruction.abstained(NOT_IMPRINTED)
-        (first,) = model.family.modules(0)["f"]
-        bins = read_bins(tensors[first], known)
-        words = Words.of(model, seen, model.family.token_table(model.module))
-        exact, numbers = _exact(bins, words, len(known.project_KD), rng)
+            return Reconstruction.abstained("the first block of this model is not imprinted")
+        first, table = model.family.modules(0)["f"][0], model.family.token_table(model.module)
+        gradient_ND = sectors.as_linear(model, first, certificate.as_gradient(seen)[first])
+        bins, size = read_bins(gradient_ND, known), len(known.project_KD)
+        inputs = Stream.of(table, known) if isinstance(known, Sectors) else table
+        words = Words.of(model, seen, inputs)
+        exact = splits(bins, words, pick(bins, words, size, rng), size)
+        numbers: dict[str, Any] = {"noise": bins.noise(), "bins": len(bins.used())}
+        if not exact:
+            return Reconstruction.abstained(NO_TOKEN, **numbers)
+        if isinstance(known, Sectors):
+            chains = Chains(bins, words, known, exact, model)
+            chains.grow_()
+            numbers["tokens read"] = len(chains.tree.words) - 1
+            ids_V = chains.words.ids_V.tolist()
+            return answered(seen, model, ids_V, chains.texts(), numbers, alone=False)
         tags = read_tags(exact)
         if tags is None:
             return Reconstruction.abstained(NO_TOKEN, **numbers)
@@ -82,38 +88,3 @@ class ImprintReader:
         # Half precision rounds bins by more than a checksum can bear.
         precise = certificate.precision(seen) <= certificate.PRECISION
         return answered(seen, model, words.ids_V.tolist(), read, numbers, alone=precise)
-
-
-def _exact(
-    bins: Bins, words: Words, size: int, rng: torch.Generator
-) -> tuple[list[Split], dict[str, Any]]:
-    """Returns the bins that few tokens explain, beside tags of some size, and diagnostics."""
-    exact = splits(bins, words, pick(bins, words, size, rng), size)
-    return exact, {"noise": bins.noise(), "bins": len(bins.used())}
-
-
-@torch.no_grad()
-def _read_chains(
-    seen: Observation, model: LanguageModel, tensors: Mapping[str, Tensor], rng: torch.Generator
-) -> Reconstruction:
-    """Returns the texts of a causal model, the certified ones first."""
-    known = sectors.planted(model)
-    if known is None:
-        return Reconstruction.abstained(NOT_IMPRINTED)
-    first = model.family.modules(0)["f"][0]
-    bins = read_bins(sectors.as_linear(model, first, tensors[first]), known)
-    table = model.family.token_table(model.module)
-    words = Words.of(model, seen, sectors.Stream.of(table, known))
-    exact, numbers = _exact(bins, words, len(known.project_KD), rng)
-    if not exact:
-        return Reconstruction.abstained(NO_TOKEN, **numbers)
-    everything = words
-    if len(words.ids_V) == model.vocabulary:  # which words are used is not known
-        named_V = torch.unique(torch.cat([part.word_M for part in exact]))
-        words = replace(words, ids_V=words.ids_V[named_V])
-        exact = [part._replace(word_M=torch.searchsorted(named_V, part.word_M)) for part in exact]
-    opening, _ = words.marks(model)
-    chains = Chains(bins, words, everything, known, exact, table, opening)
-    chains.grow_()
-    numbers["tokens read"] = len(chains.tree.words) - 1
-    return answered(seen, model, words.ids_V.tolist(), chains.texts(), numbers, alone=False)

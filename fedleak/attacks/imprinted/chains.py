@@ -15,7 +15,7 @@ Shapes: K numbers of a tag, V words, T places of the table, P nodes, Q tokens, X
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import compress, permutations
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -28,7 +28,7 @@ from fedleak.attacks.imprinted.checksum import Text, expected
 from fedleak.attacks.imprinted.slots import explained, fitted
 from fedleak.attacks.imprinted.tags import EXACT, SIGMAS, Split
 from fedleak.attacks.server_modes.sectors import Sectors
-from fedleak.models.family import TokenTable
+from fedleak.models import LanguageModel
 
 if TYPE_CHECKING:
     from scipy.spatial import KDTree
@@ -101,40 +101,40 @@ class Chains:
     """Grows texts out of the tokens that bins show."""
 
     def __init__(
-        self,
-        bins: Bins,
-        words: Words,
-        everything: Words,
-        known: Sectors,
-        exact: Sequence[Split],
-        table: TokenTable,
-        opening: int | None,
+        self, bins: Bins, words: Words, known: Sectors, exact: Sequence[Split], model: LanguageModel
     ) -> None:
         """Takes the tokens that are alone in a bin.
 
         Args:
             bins: All of them.
-            words: What texts are made of.
-            everything: All that bins may hold.
+            words: What they may hold. If that is every word, texts are made of what `exact` names.
             known: What the layer does.
             exact: Bins of few tokens.
-            table: Of the model.
-            opening: The word, as an index, that begins every text and is nowhere else; None: none.
+            model: As it was sent.
         """
-        self.opening, self.table, self.everything = opening, table, everything
+        self.everything = words
+        if len(words.ids_V) == model.vocabulary:  # which words are used is not known
+            named_V = torch.unique(torch.cat([part.word_M for part in exact]))
+            words = replace(words, ids_V=words.ids_V[named_V])
+            exact = [
+                part._replace(word_M=torch.searchsorted(named_V, part.word_M)) for part in exact
+            ]
         self.bins, self.words, self.known = bins, words, known
+        self.opening, _ = words.marks(model)
+        table = model.family.token_table(model.module)
         self.rotary = table.position_PD is None
-        places = range(words.places)
-        self.part_VTK = torch.stack([self._projected(words.ids_V, place) for place in places], 1)
+        ids_V = words.ids_V.to(model.device)
+        inputs = (table(ids_V, torch.full_like(ids_V, place)) for place in range(words.places))
+        self.part_VTK = torch.stack([row_VD.cpu() @ known.project_KD.T for row_VD in inputs], 1)
         flat_AK = self.part_VTK.flatten(0, 1).double()
         self.moment_KK = torch.cov(flat_AK.T)
         self.tree = Tree(sums=[torch.zeros(len(self.moment_KK))])
-        if opening is not None:
-            self.tree.add(0, opening, self._own(opening, 0))
+        if self.opening is not None:
+            self.tree.add(0, self.opening, self._own(self.opening, 0))
         self.waiting = [
             self._token(part, 0, part.tags_K)
             for part in exact
-            if part.single and int(part.word_M[0]) != opening
+            if part.single and int(part.word_M[0]) != self.opening
         ]
         self.used = set(bins.used())
         sample_VD = words.first()
@@ -386,9 +386,3 @@ class Chains:
         own_VD, every_VD = self.words.first(), self.everything.first()
         near_VV = torch.cdist(own_VD, every_VD) <= _TWINS * own_VD.norm(dim=1, keepdim=True)
         return set((near_VV.sum(1) > 1).nonzero()[:, 0].tolist())
-
-    def _projected(self, ids_V: Tensor, place: int) -> Tensor:
-        """Returns the projections [V, K] of words at a place."""
-        ids_V = ids_V.to(self.table.token_VD.device)
-        input_VD = self.table(ids_V, torch.full_like(ids_V, place)).cpu()
-        return input_VD @ self.known.project_KD.T

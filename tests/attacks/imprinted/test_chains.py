@@ -133,7 +133,7 @@ def test_a_text_is_not_certain_where_no_bin_shows_a_word_or_the_word_has_a_twin(
 
     def certain(bins, ids, words):
         of_model = Words(sectors.Stream.of(table, known), words, 1)
-        chains = Chains(bins, of_model, of_model, known, [], table, None)
+        chains = Chains(bins, of_model, known, [], model)
         node = 0
         for place, token in enumerate(ids):
             word = words.tolist().index(token)
