@@ -73,7 +73,7 @@ class ImprintReader:
             return Reconstruction.abstained(NO_TOKEN, **numbers)
         opening, closing = words.marks(model)
         tags = without_mixtures(more_tags(exact, tags))
-        slots = Slots(torch.empty(0, words.places, dtype=torch.long), {}, bins.used())
+        slots = Slots(torch.empty(0, words.places, dtype=torch.long), bins.used())
         while (more := len(tags.tag_SK) - len(slots.word_ST)) > 0:
             slots.add_texts_(more, opening)
             if slots.word_ST.numel() * len(words.ids_V) > MOST:
@@ -84,7 +84,8 @@ class ImprintReader:
             tags = more_tags(unread, tags, slots.word_ST)
         checksum = Checksum(words.whole() @ known.project_KD.T + known.shift_K, tags.spread())
         read = read_texts(slots.word_ST, checksum, tags, opening, closing)
-        numbers |= {"explained": len(slots.members), "tags": len(tags.tag_SK)}
+        explained = numbers["bins"] - len(slots.left)
+        numbers |= {"explained": explained, "tags": len(tags.tag_SK)}
         # Half precision rounds bins by more than a checksum can bear.
         precise = certificate.precision(seen) <= certificate.PRECISION
         return answered(seen, model, words.ids_V.tolist(), read, numbers, alone=precise)

@@ -50,13 +50,11 @@ class Token(NamedTuple):
     """A token that a bin shows.
 
     Attributes:
-        bin: Its number.
         word, place: What it is; a rotary model's bins show no place, which is None.
         tag_K: The mean of the projections up to it.
         error: Standard deviation of the numbers of that.
     """
 
-    bin: int
     word: int
     place: int | None
     tag_K: Tensor
@@ -150,9 +148,7 @@ class Chains:
         """Returns a token of a bin with the weighted tag that is left to it."""
         weight = float(part.weight_M[own])
         place = None if self.rotary else int(part.place_M[own])
-        return Token(
-            part.bin, int(part.word_M[own]), place, tag_K / weight, part.noise / abs(weight)
-        )
+        return Token(int(part.word_M[own]), place, tag_K / weight, part.noise / abs(weight))
 
     def grow_(self) -> None:
         """Adds tokens to the tree until none fits."""

@@ -38,12 +38,10 @@ class Slots:
 
     Attributes:
         word_ST: The word, as an index, at a place of a text; -1: not read.
-        members: The (word, place, text) of the tokens in each explained bin.
         left: Bins that are not explained.
     """
 
     word_ST: Tensor
-    members: dict[int, list[tuple[int, int, int]]]
     left: list[int]
 
     def add_texts_(self, texts: int, opening: int | None) -> None:
@@ -138,7 +136,7 @@ def fill_(
     places, texts = inputs.probed_VTS.shape[1:]
     word_ST, filled = slots.word_ST, True
     while slots.left and filled:
-        filled = False
+        filled, left = False, []
         index_C = _allowed(word_ST, len(words.ids_V), closing).flatten().nonzero()[:, 0]
         probed_C, order_C = inputs.probed_VTS.flatten()[index_C].sort()
         index_C = index_C[order_C]
@@ -148,15 +146,14 @@ def fill_(
             among_C = index_C[first_N[number] : last_N[number]]
             members = _members(bins, number, inputs, among_C)
             if members is None:
+                left.append(number)
                 continue
-            slots.members[number] = [
-                (flat // (places * texts), flat // texts % places, flat % texts) for flat in members
-            ]
-            for word, place, text in slots.members[number]:
+            for flat in members:
+                word, place, text = flat // (places * texts), flat // texts % places, flat % texts
                 if word_ST[text, place] < 0:
                     word_ST[text, place] = word
                     filled = True
-        slots.left = [number for number in slots.left if number not in slots.members]
+        slots.left = left
 
 
 def _allowed(word_ST: Tensor, vocabulary: int, closing: int | None) -> Tensor:
