@@ -56,9 +56,9 @@ _AT_ONCE = 20_000_000
 """Numbers of a table of scores."""
 
 
-Best = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(the numbers of sums [X], what is left of them [X, L]) -> the rows that are nearest to that, as
-numbers [X] and as they are [X, L]."""
+Best = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""What is left of sums [X, L] -> the rows that are nearest, as numbers [X] and as they are [X, L].
+"""
 
 
 class Bins(NamedTuple):
@@ -190,7 +190,7 @@ def pursue(sum_NL: Tensor, enough_N: Tensor, most: int, best: Best) -> Tensor:
         live_X = live_X[rest_NL[live_X].norm(dim=1) > enough_N[live_X]]
         if not len(live_X):
             break
-        row_X, row_XL = best(live_X, rest_NL[live_X])
+        row_X, row_XL = best(rest_NL[live_X])
         new_X = (row_NR[live_X] != row_X[:, None]).all(1)
         live_X, row_XL = live_X[new_X], row_XL[new_X]
         row_NR[live_X, pick] = row_X[new_X]
@@ -231,7 +231,7 @@ def pick(bins: Bins, words: Words, size: int, rng: torch.Generator) -> Tensor:
     enough_N[bins.noise_N == 0] = math.inf
     scores = _Scores.of(words, outside, apart_LL)
 
-    def best(_: Tensor, rest_XL: Tensor) -> tuple[Tensor, Tensor]:
+    def best(rest_XL: Tensor) -> tuple[Tensor, Tensor]:
         word_X, place_X = scores.best(rest_XL)
         row_XL = words.rows(word_X, place_X)[:, outside] @ apart_LL
         return word_X * places + place_X, row_XL

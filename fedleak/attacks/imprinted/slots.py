@@ -204,7 +204,7 @@ def explained(
     if not len(row_CD):
         return None
 
-    def best(_: Tensor, rest_1D: Tensor) -> tuple[Tensor, Tensor]:
+    def best(rest_1D: Tensor) -> tuple[Tensor, Tensor]:
         best_1 = (row_CD @ (white_DD @ rest_1D[0])).mul_(per_norm_C).abs_().argmax()[None]
         return best_1, row_CD[best_1] @ white_DD
 
