@@ -229,14 +229,7 @@ def pick(bins: Bins, words: Words, size: int, rng: torch.Generator) -> Tensor:
     enough_N = bins.limit_N * float(apart_LL.norm()) / math.sqrt(len(apart_LL))
     enough_N = enough_N + ROUNDING * sum_NL.norm(dim=1)
     enough_N[bins.noise_N == 0] = math.inf
-    scores = _Scores.of(words, outside, apart_LL)
-
-    def best(rest_XL: Tensor) -> tuple[Tensor, Tensor]:
-        word_X, place_X = scores.best(rest_XL)
-        row_XL = words.rows(word_X, place_X)[:, outside] @ apart_LL
-        return word_X * places + place_X, row_XL
-
-    return pursue(sum_NL, enough_N, PICKS, best)
+    return pursue(sum_NL, enough_N, PICKS, _nearest(words, outside, apart_LL))
 
 
 def whitening(sample_AL: Tensor, noise: float) -> Tensor:
@@ -252,55 +245,38 @@ def whitening(sample_AL: Tensor, noise: float) -> Tensor:
     return white_LL.float()
 
 
-class _Scores(NamedTuple):
-    """The cosines of bins with all rows of a table, without the table.
+def _nearest(words: Words, outside: slice, map_LL: Tensor) -> Best:
+    """Returns a function that finds the rows of a table with the largest cosines, of any sign.
 
-    A row is `(word + position) / sigma + constant`, so all inner products are sums of a few.
-
-    Attributes:
-        word_VL, position_TL, constant_L: Of the table.
-        per_sigma_VT: 1 / sigma.
-        per_norm_VT: 1 / the norm of a row.
+    The table is mapped by a matrix, and is not formed. A row is `(word + position) / sigma +
+    constant`, so all inner products are sums of a few.
     """
+    directions, places = words.table.directions(), words.places
+    device = words.table.token_VD.device
+    word_VL = directions.token_VD[words.ids_V.to(device)][:, outside].cpu() @ map_LL
+    position_TL = directions.position_PD[:places, outside].cpu() @ map_LL
+    constant_L = directions.constant_CD[:, outside].sum(0).cpu() @ map_LL
+    pairs_A2 = torch.cartesian_prod(words.ids_V, torch.arange(places)).to(device)
+    sigma_A = torch.cat([words.table.scale(*part.T) for part in torch.split(pairs_A2, SAMPLE)])
+    sigma_VT = sigma_A.reshape(-1, places).cpu()
+    both_VT = word_VL @ position_TL.T
+    square_VT = word_VL.square().sum(1)[:, None] + position_TL.square().sum(1) + 2 * both_VT
+    cross_VT = (word_VL @ constant_L)[:, None] + position_TL @ constant_L
+    square_VT = square_VT / sigma_VT**2 + 2 * cross_VT / sigma_VT + constant_L @ constant_L
+    # The row that is projected out has a length of rounding alone.
+    floor = 1e-6 * float(square_VT.max())
+    per_sigma_VT, per_norm_VT = 1 / sigma_VT, square_VT.clamp_min(floor) ** -0.5
 
-    word_VL: Tensor
-    position_TL: Tensor
-    constant_L: Tensor
-    per_sigma_VT: Tensor
-    per_norm_VT: Tensor
-
-    @classmethod
-    def of(cls, words: Words, outside: slice, map_LL: Tensor) -> "_Scores":
-        """Returns the cosines for the rows of a table, mapped by a matrix."""
-        directions, places = words.table.directions(), words.places
-        device = words.table.token_VD.device
-        word_VL = directions.token_VD[words.ids_V.to(device)][:, outside].cpu() @ map_LL
-        position_TL = directions.position_PD[:places, outside].cpu() @ map_LL
-        constant_L = directions.constant_CD[:, outside].sum(0).cpu() @ map_LL
-        pairs_A2 = torch.cartesian_prod(words.ids_V, torch.arange(places)).to(device)
-        sigma_A = torch.cat([words.table.scale(*part.T) for part in torch.split(pairs_A2, SAMPLE)])
-        sigma_VT = sigma_A.reshape(-1, places).cpu()
-        both_VT = word_VL @ position_TL.T
-        square_VT = word_VL.square().sum(1)[:, None] + position_TL.square().sum(1) + 2 * both_VT
-        cross_VT = (word_VL @ constant_L)[:, None] + position_TL @ constant_L
-        square_VT = square_VT / sigma_VT**2 + 2 * cross_VT / sigma_VT + constant_L @ constant_L
-        # The row that is projected out has a length of rounding alone.
-        floor = 1e-6 * float(square_VT.max())
-        return cls(
-            word_VL, position_TL, constant_L, 1 / sigma_VT, square_VT.clamp_min(floor) ** -0.5
-        )
-
-    def best(self, rest_XL: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns word and place of the row that is nearest to each of these, whatever its sign."""
-        words, places = self.per_sigma_VT.shape
+    def best(rest_XL: Tensor) -> tuple[Tensor, Tensor]:
         picks = []
-        bins = max(1, _AT_ONCE // (words * places))
-        for part_XL in torch.split(rest_XL, bins):
-            at_place_XT = part_XL @ self.position_TL.T
-            score_XVT = (part_XL @ self.word_VL.T)[:, :, None] + at_place_XT[:, None]
-            score_XVT *= self.per_sigma_VT
-            score_XVT += (part_XL @ self.constant_L)[:, None, None]
-            score_XVT *= self.per_norm_VT
+        for part_XL in torch.split(rest_XL, max(1, _AT_ONCE // per_norm_VT.numel())):
+            at_place_XT = part_XL @ position_TL.T
+            score_XVT = (part_XL @ word_VL.T)[:, :, None] + at_place_XT[:, None]
+            score_XVT *= per_sigma_VT
+            score_XVT += (part_XL @ constant_L)[:, None, None]
+            score_XVT *= per_norm_VT
             picks.append(score_XVT.abs_().flatten(1).argmax(1))
         pick_X = torch.cat(picks)
-        return pick_X // places, pick_X % places
+        return pick_X, words.rows(pick_X // places, pick_X % places)[:, outside] @ map_LL
+
+    return best

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from fedleak.attacks import AttackSetting, certificate, read_by
 from fedleak.attacks.imprinted.attack import ImprintReader
-from fedleak.attacks.imprinted.bins import Words, _Scores, read_bins
+from fedleak.attacks.imprinted.bins import Words, _nearest, read_bins
 from fedleak.attacks.imprinted.checksum import Checksum, read_texts
 from fedleak.attacks.imprinted.slots import _Inputs
 from fedleak.attacks.imprinted.tags import Tags, without_mixtures
@@ -126,8 +126,9 @@ def test_the_best_row_of_a_table_is_that_of_the_whole_table(model, truth):
     whole_VTL = words.whole()[..., outside] @ map_LL
     cosine_XVT = torch.einsum("xl,vtl->xvt", rest_XL, F.normalize(whole_VTL, dim=2)).abs()
     best_X = cosine_XVT.flatten(1).argmax(1)
-    word_X, place_X = _Scores.of(words, outside, map_LL).best(rest_XL)
-    assert (word_X * words.places + place_X).tolist() == best_X.tolist()
+    pick_X, row_XL = _nearest(words, outside, map_LL)(rest_XL)
+    assert torch.equal(pick_X, best_X)
+    assert torch.allclose(row_XL, whole_VTL.flatten(0, 1)[best_X], atol=1e-4)
 
 
 @torch.no_grad()
