@@ -28,7 +28,7 @@ Shapes: K candidates, P public texts, X numbers of a tensor.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -119,7 +119,7 @@ def statistics(
         ratio_K, null_K, variance_K, inner_K, square_K = torch.cat(parts, 1)
         deviation_K = variance_K.clamp_min(_TINY).sqrt()
         # In its units the square of an update is the number of its numbers that are not zero.
-        total = sum(background.live for background in backgrounds.values())
+        total = sum(int(value_X.count_nonzero()) for value_X in update.values())
         answers.append(
             Statistics(
                 residual_K=ratio_K / deviation_K,
@@ -267,86 +267,60 @@ def factors(tensors: Mapping[str, Moments]) -> dict[str, float]:
     }
 
 
-class Background(NamedTuple):
-    """One tensor of an update, and the covariance S of everything in it except a text.
+Background = Callable[[Tensor], Tensor]
+"""Gradients of candidates in one tensor [K, X] -> their products [5, K] with an update.
 
-    Attributes:
-        public: Gradients of the tensor.
-        scaled_X: Brings the gradients to the units in which S is the identity and their products:
-            the span.
-        inverse_PP: The inverse of P times the identity plus the products of the span.
-        updates_X2: The update and the mean of others in these units.
-        own_P2: Their products with the span.
-        plain_X: The update as it is, in units of its root mean square.
-        unit: One over that root.
-        live: Numbers of the update that are not zero.
+They are the statistic of the update, that of the mean of others, the variance of both, and, in
+units of the update's root mean square, the product with the update and the square.
+"""
+
+
+def background(moments: Moments, null_X: Tensor | None, factor: float, n: int) -> Background:
+    """Returns products by the covariance S of everything but a text in one tensor of an update.
+
+    Args:
+        moments: What is known of the tensor.
+        null_X: The mean of other updates; None: there are none.
+        factor: s^2.
+        n: Texts in the update.
     """
+    public, update_X, share = moments.public, moments.update_X, factor / n
+    noise = max(0.0, moments.square - factor * moments.expected) / len(update_X)
+    weight_X = (share * public.power_X + noise).rsqrt()
+    # Brings the gradients to the units in which S is the identity and their products: the span.
+    scaled_X = weight_X * share**0.5
+    gram_PP = torch.zeros(len(public.rows_PX), len(public.rows_PX), dtype=torch.float64)
+    for start in range(0, len(update_X), COLUMNS):
+        part = slice(start, start + COLUMNS)
+        span_PX = public.rows_PX[:, part] * scaled_X[part]
+        gram_PP += (span_PX @ span_PX.T).double()
+    inverse_PP = torch.linalg.inv(gram_PP + len(gram_PP) * torch.eye(len(gram_PP))).float()
+    others_X = torch.zeros_like(update_X) if null_X is None else null_X
+    updates_X2 = torch.stack([update_X, others_X], 1) * weight_X[:, None]
+    own_P2 = public.rows_PX @ (scaled_X[:, None] * updates_X2)
+    # One over the root mean square of the update's numbers that are not zero.
+    unit = (int(update_X.count_nonzero()) / moments.square) ** 0.5
+    plain_X = update_X * unit
 
-    public: Public
-    scaled_X: Tensor
-    inverse_PP: Tensor
-    updates_X2: Tensor
-    own_P2: Tensor
-    plain_X: Tensor
-    unit: float
-    live: int
-
-    @classmethod
-    def of(cls, moments: Moments, null_X: Tensor | None, factor: float, n: int) -> "Background":
-        """Returns the covariance in a tensor of an update of n texts.
-
-        Args:
-            moments: What is known of it.
-            null_X: The mean of other updates; None: there are none.
-            factor: s^2.
-            n: Texts in the update.
-        """
-        public, update_X, share = moments.public, moments.update_X, factor / n
-        noise = max(0.0, moments.square - factor * moments.expected) / len(update_X)
-        weight_X = (share * public.power_X + noise).rsqrt()
-        scaled_X = weight_X * share**0.5
-        gram_PP = torch.zeros(len(public.rows_PX), len(public.rows_PX), dtype=torch.float64)
-        for start in range(0, len(update_X), COLUMNS):
-            part = slice(start, start + COLUMNS)
-            span_PX = public.rows_PX[:, part] * scaled_X[part]
-            gram_PP += (span_PX @ span_PX.T).double()
-        others_X = torch.zeros_like(update_X) if null_X is None else null_X
-        updates_X2 = torch.stack([update_X, others_X], 1) * weight_X[:, None]
-        live = int(update_X.count_nonzero())
-        unit = (live / moments.square) ** 0.5
-        return cls(
-            public=public,
-            scaled_X=scaled_X,
-            inverse_PP=torch.linalg.inv(gram_PP + len(gram_PP) * torch.eye(len(gram_PP))).float(),
-            updates_X2=updates_X2,
-            own_P2=public.rows_PX @ (scaled_X[:, None] * updates_X2),
-            plain_X=update_X * unit,
-            unit=unit,
-            live=live,
-        )
-
-    def products(self, rows_KX: Tensor) -> Tensor:
-        """Returns products of candidates' gradients [5, K].
-
-        They are the statistic of the update, that of the mean of others, the variance of both, and,
-        in units of the update's root mean square, the product with the update and the square.
-        """
-        rows_KX = rows_KX * self.unit
-        inner_K, square_K = rows_KX @ self.plain_X, rows_KX.square().sum(1)
-        rows_KX *= self.public.scale_X * self.scaled_X / self.unit
-        ratio_K2, variance_K = rows_KX @ self.updates_X2, rows_KX.square().sum(1)
-        rows_KX *= self.scaled_X
-        shared_KP = rows_KX @ self.public.rows_PX.T
-        explained_KP = shared_KP @ self.inverse_PP
-        ratio_K2 -= explained_KP @ self.own_P2
+    def products_of(rows_KX: Tensor) -> Tensor:
+        rows_KX = rows_KX * unit
+        inner_K, square_K = rows_KX @ plain_X, rows_KX.square().sum(1)
+        rows_KX *= public.scale_X * scaled_X / unit
+        ratio_K2, variance_K = rows_KX @ updates_X2, rows_KX.square().sum(1)
+        rows_KX *= scaled_X
+        shared_KP = rows_KX @ public.rows_PX.T
+        explained_KP = shared_KP @ inverse_PP
+        ratio_K2 -= explained_KP @ own_P2
         variance_K -= (explained_KP * shared_KP).sum(1)
         return torch.stack([*ratio_K2.T, variance_K, inner_K, square_K]).double()
+
+    return products_of
 
 
 def covariance(
     public: Mapping[str, Public], update: Mapping[str, Tensor], null: Mapping[str, Tensor], n: int
 ) -> dict[str, Background]:
-    """Returns the covariance in each tensor of an update.
+    """Returns how candidates are compared with each tensor of an update, by its covariance.
 
     Args:
         public: Of each tensor.
@@ -357,11 +331,11 @@ def covariance(
     tensors = {name: Moments.of(public[name], value_X, n) for name, value_X in update.items()}
     factor = factors(tensors)
     return {
-        name: Background.of(tensor, null.get(name), factor[name], n)
+        name: background(tensor, null.get(name), factor[name], n)
         for name, tensor in tensors.items()
     }
 
 
 def products(rows: Mapping[str, Tensor], backgrounds: Mapping[str, Background]) -> Tensor:
     """Returns the products of candidates' gradients, summed over tensors [5, K]."""
-    return torch.stack([backgrounds[name].products(values) for name, values in rows.items()]).sum(0)
+    return torch.stack([backgrounds[name](values) for name, values in rows.items()]).sum(0)
