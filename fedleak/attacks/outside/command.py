@@ -71,9 +71,8 @@ class Command:
         try:
             words = shlex.split(self.command)
         except ValueError as error:
-            raise ConfigError(f"command = {self.command!r}: {error}: quote it as in a shell") from (
-                error
-            )
+            reason = f"command = {self.command!r}: {error}: quote it as in a shell"
+            raise ConfigError(reason) from error
         for place in PLACES:
             if not any(place in word for word in words):
                 raise ConfigError(
@@ -170,11 +169,8 @@ def run(
         reader.join(_GRACE_SECONDS)
     if status == 0:
         return None
-    lines = printed.decode(errors="replace").splitlines()
-    last = next(
-        (line.strip() for line in reversed(lines) if line.strip()), "nothing on standard error"
-    )
-    return f"exit status {status}: {last}"
+    lines = printed.decode(errors="replace").strip().splitlines() or ["nothing on standard error"]
+    return f"exit status {status}: {lines[-1].strip()}"
 
 
 def _keep_end(pipe: IO[bytes], printed: bytearray) -> None:
