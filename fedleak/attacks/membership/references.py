@@ -40,9 +40,8 @@ def obstacle(seen: Observation, public: Sequence[Example]) -> str | None:
             "for references, which must be twice as many, or references are alike: raise "
             "data.held_out"
         )
-    texts = [example.ids for example in public[:needed]]
     stepped = seen.update.kind != UpdateKind.GRADIENT
-    if stepped and next(replay.arrangements(texts, seen), None) is None:
+    if stepped and not any(replay.passes_and_sizes(seen, needed)):
         return f"no passes over {needed} texts make the client's number of steps"
     return None
 
