@@ -84,13 +84,8 @@ class Agenda:
 
     def close(self) -> None:
         """Notes that no more captures come: incomplete groups are ready without the rest."""
-        unfinished = {id(awaited): awaited for group in self._awaited.values() for awaited in group}
-        for awaited in unfinished.values():
-            attack, keys = awaited.work
-            self._quick_left -= {(key, attack.name) for key in awaited.missing}
-            if here := [key for key in keys if key not in awaited.missing]:
-                self._add(awaited.place, Work(attack, here))
-        self._awaited.clear()
+        for key in [*self._awaited]:
+            self.absent(key)
 
     def again(self, attack: NamedAttack, key: Key) -> None:
         """Notes that a try failed and is to be repeated."""
