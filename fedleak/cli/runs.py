@@ -44,27 +44,27 @@ def run(
     from fedleak.config.federation.lookup import run_folder
     from fedleak.config.loading import RUN_JSON, load
     from fedleak.report.terminal.run import print_run
-    from fedleak.running import pipeline
+    from fedleak.running import forecast, pipeline, preparation
     from fedleak.running.dispatch.dispatcher import Crew
-    from fedleak.running.preparation import prepare, refuse_data_on_nodes
 
     paths = files_or_shipped(files, changes or ())
     experiments = [load(path, changes or ()) for path in paths]
     for path, experiment in zip(paths, experiments, strict=True):
-        refuse_data_on_nodes(experiment)
+        preparation.refuse_data_on_nodes(experiment)
         if path.suffix == RUN_JSON and not allow_commands:
             refuse_stored_programs(path.parent, experiment, changes or ())
+    plans = [preparation.plan(experiment) for experiment in experiments]
     runs = [
-        prepare(experiment, run_folder(experiment.name), fresh=fresh) for experiment in experiments
+        preparation.open_run(plan, run_folder(plan.experiment.name), fresh=fresh) for plan in plans
     ]
     from fedleak.flower.engines import train  # takes seconds, so after what may be refused
 
-    for experiment, at in zip(experiments, runs, strict=True):
+    for plan, at in zip(plans, runs, strict=True):
         remark(at.info().get("remarks", ()))
-        if (note := pipeline.disk_note(at, experiment)) is not None:
+        if (note := forecast.disk(plan.disk, at.path)) is not None:
             console.print(note, markup=False, highlight=False, soft_wrap=True)
         with progress(console) as show:
-            scored = pipeline.carry_out(at, experiment, train, Crew(report=show))
+            scored = pipeline.carry_out(at, plan.experiment, train, Crew(report=show))
         print_run(at, scored, console, texts=texts)
     refuse_gaps(*runs)
 

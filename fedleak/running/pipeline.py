@@ -13,8 +13,6 @@ from fedleak.audit.privacy import published
 from fedleak.config.experiment import Experiment
 from fedleak.config.federation.lookup import absent, captures_of, examples
 from fedleak.config.federation.schedule import expected_captures
-from fedleak.config.federation.workload import outline
-from fedleak.running import forecast
 from fedleak.running.dispatch.agenda import groups, part_of
 from fedleak.running.dispatch.dispatcher import ALONE, Crew, attack_captures, attacking
 from fedleak.running.dispatch.progress import RunProgress
@@ -236,12 +234,6 @@ def attack_shard(
     if failed:
         raise FedleakError(f"{summary}, and {failed} of them failed: --retry tries them again")
     return f"{summary}; once all {shard.count} are complete: fedleak score {run.path}"
-
-
-def disk_note(run: Run, experiment: Experiment) -> str | None:
-    """Returns how much disk a run takes, in a line; None if it is too little to mention."""
-    model = outline(experiment, run.info()["num_labels"])
-    return forecast.disk(forecast.bytes_kept(experiment, model), run.path)
 
 
 def _wants_reference(run: Run, experiment: Experiment) -> bool:
