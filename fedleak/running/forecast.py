@@ -1,7 +1,6 @@
 """How much disk a run takes, computed exactly, and words for sizes and times."""
 
 import shutil
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,14 +32,13 @@ def bytes_kept(experiment: Experiment, model: LanguageModel) -> int:
         model: With its parameters' names and shapes; no weights are needed.
     """
     stored, of_model = _sizes(experiment, model)
-    captures = Counter(key.client for key in expected_captures(experiment))
     attacked, last = rounds_attacked(experiment), experiment.federation.rounds + 1
     published = range(1, last) if experiment.published is not None else attacked
     models = 2 + len({*published} - {1, last})
     if experiment.server_optimiser.kind == "adam":
         models += _MOMENTS * len(attacked - {1})
     models += sum(experiment.mode_in(round) is not None for round in attacked)
-    kept = [stored(client) for client in captures.elements()]
+    kept = [stored(key.client) for key in expected_captures(experiment)]
     if experiment.audit.keep == "none" and experiment.audit.waiting is not None:
         kept = sorted(kept)[-experiment.audit.waiting :]
     return sum(kept) + models * of_model
