@@ -9,6 +9,7 @@ import typer
 
 from fedleak.cli.display import console
 from fedleak.util.errors import ConfigError
+from fedleak.util.nested import merged
 from fedleak.util.sanitise import markup
 
 TEXTS = ("text", "sentence", "review", "content", "message", "body", "note", "comment")
@@ -70,10 +71,9 @@ def ask(minutes: float, data: Path | None = None) -> tuple[Path, float]:
         "name": _name(data),
         "model": _model(model, "label" in columns, training),
         "data": {"name": str(data.absolute()), **columns},
-        **TRAINING[training],
+        **merged({"federation": SHAPE}, TRAINING[training]),
         "defense": DEFENSES[defense],
     }
-    tables["federation"] = {**SHAPE, **TRAINING[training]["federation"]}
     path = Path(f"{tables['name']}.toml")
     path.write_text(
         "# Made by `fedleak audit`. Change it to what you will run: clients, rounds, batch size.\n"

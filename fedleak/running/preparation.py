@@ -31,6 +31,7 @@ from fedleak.store.summaries import SWEEP
 from fedleak.util import logs
 from fedleak.util.errors import ConfigError, FedleakError
 from fedleak.util.lists import first_of
+from fedleak.util.nested import merged
 from fedleak.util.sanitise import printable
 from fedleak.util.versions import made_by, versions
 
@@ -290,10 +291,8 @@ def open_trained(plan: Plan, path: Path, trained: Run) -> Run:
         else:  # lines may be added
             shutil.copyfile(source, begun / source.name)
     own, of_training = run.info(), trained.info()
-    run.update_info(
-        **{name: value for name, value in of_training.items() if name not in own},
-        model_fingerprint=of_training["model_fingerprint"],
-    )
+    trained_model = {"model_fingerprint": of_training["model_fingerprint"]}
+    run.update_info(**of_training | own | trained_model)
     begun.rename(path)
     return Run(path)
 
@@ -331,10 +330,9 @@ def move_aside(path: Path) -> None:
 def _renew(run: Run, experiment: Experiment) -> None:
     """Writes the settings that may change into run.json, if they have changed."""
     recorded = run.info()["experiment"]
-    new = experiment.model_dump(mode="json", include=CHANGEABLE)
-    renewed = {name: recorded.get(name, {}) | table for name, table in new.items()}
-    if renewed != {name: recorded.get(name, {}) for name in new}:
-        run.update_info(experiment=recorded | renewed)
+    renewed = merged(recorded, experiment.model_dump(mode="json", include=CHANGEABLE))
+    if renewed != recorded:
+        run.update_info(experiment=renewed)
 
 
 def refuse_purged(run: Run) -> None:
