@@ -74,25 +74,19 @@ class Plan:
     left_out: tuple[str, ...]
 
 
-@dataclass(frozen=True)
 class Costs:
     """What attacks take, in seconds of one worker.
 
-    Attributes:
+    Args:
+        experiment: The attacks, before they are given any time that its file does not give them.
         timings: What a rehearsal measured.
-        limits: The time that the file gives each attack for an update, by name; None: no time.
     """
 
-    timings: Timings
-    limits: Mapping[str, float | None]
-
-    @classmethod
-    def of(cls, experiment: Experiment, timings: Timings) -> "Costs":
-        """Returns what the attacks of an experiment take, before they are given any time."""
+    def __init__(self, experiment: Experiment, timings: Timings) -> None:
+        self.timings = timings
         tables = {str(table.get("name", table["kind"])): table for table in experiment.attack}
         names = [named.name for named in experiment.attacks]
-        given = {name: tables.get(listed_as(name), {}).get("seconds") for name in names}
-        return cls(timings, given)
+        self._limits = {name: tables.get(listed_as(name), {}).get("seconds") for name in names}
 
     def of_updates(self, seconds: float) -> dict[str, float]:
         """Returns what each attack takes for an update, if those without a time get `seconds`."""
@@ -112,7 +106,7 @@ class Costs:
     ) -> dict[str, float]:
         """Returns seconds by attack; one whose time was up in the rehearsal takes all it gets."""
         return {
-            name: float(self.limits.get(name) or seconds) if name in late else measured
+            name: float(self._limits.get(name) or seconds) if name in late else measured
             for name, measured in took.items()
         }
 
@@ -185,9 +179,8 @@ def plan(
     """
     training, last = training_seconds(experiment, timings), experiment.federation.rounds
     around = timings.rehearsal + timings.around + REPORT_SECONDS
-    room = PLANNED * 60 * minutes * share - around
-    room = (room - training) * workers
-    costs, fewest = Costs.of(experiment, timings), 0.0
+    room = (PLANNED * 60 * minutes * share - around - training) * workers
+    costs, fewest = Costs(experiment, timings), 0.0
     choices = [experiment.threat.rounds] if experiment.threat.rounds else [[1, last], [1]]
     for rounds in choices:
         in_rounds = with_threat(experiment, rounds, experiment.threat.clients)

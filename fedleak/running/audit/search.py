@@ -217,7 +217,7 @@ def _longest(
         }
     )
     copies = 0 if is_undefended(cell) else COPIES
-    attacks = Costs.of(cell, of_cell).all(len(expected_captures(cell)), copies, seconds)
+    attacks = Costs(cell, of_cell).all(len(expected_captures(cell)), copies, seconds)
     return plan.training_seconds(cell, of_cell) + attacks / workers
 
 
