@@ -68,14 +68,12 @@ class Bench:
 
     Attributes:
         suite: What is run.
-        attacks: Settings and name of each.
-        entries: The same, as results have them.
+        entries: The attacks, as results have them.
         ready: The settings that can be run here, by name.
         left_out: Why other settings cannot be run, by name.
     """
 
     suite: Suite
-    attacks: tuple[NamedAttack, ...]
     entries: tuple[results.Entry, ...]
     ready: Mapping[str, Ready]
     left_out: Mapping[str, str]
@@ -93,15 +91,6 @@ class Bench:
     def plans(self) -> Mapping[str, Plan]:
         """The plans of the settings, by name."""
         return {name: setting.plan for name, setting in self.ready.items()}
-
-    @property
-    def missing(self) -> list[str]:
-        """What should have been run and could not."""
-        return [
-            f"setting {name!r} was left out: {reason}"
-            for name, reason in self.left_out.items()
-            if reason not in (NEEDS_ASSETS, NOT_CHOSEN)
-        ]
 
 
 def prepare(
@@ -126,7 +115,7 @@ def prepare(
     """
     listed = {table.get("kind") for table in tables}
     tables = [*({"kind": kind} for kind in attacks.always_on() if kind not in listed), *tables]
-    named = tuple(build_attack(i, dict(table)) for i, table in enumerate(tables))
+    named = [build_attack(i, dict(table)) for i, table in enumerate(tables)]
     for named_attack in named:
         named_attack.check_equipment()
     ready: dict[str, Ready] = {}
@@ -149,7 +138,7 @@ def prepare(
             continue
         ready[setting.name] = _ready(setting, plan, named, tables, assets)
     entries = tuple(_entry(*pair) for pair in zip(named, tables, strict=True))
-    bench = Bench(suite, named, entries, ready, left_out)
+    bench = Bench(suite, entries, ready, left_out)
     if fresh:
         preparation.move_aside(bench.sweep.path)
     for ready_setting in ready.values():
@@ -161,7 +150,12 @@ def prepare(
 def collect(bench: Bench, failures: Mapping[str, str]) -> Result:
     """Writes bench.json from the runs' own files, and returns its content."""
     settings = tuple(_result(bench, setting, failures) for setting in bench.suite.settings)
-    missing = [*bench.missing, *(f"setting {name!r}: {why}" for name, why in failures.items())]
+    missing = [
+        f"setting {name!r} was left out: {reason}"
+        for name, reason in bench.left_out.items()
+        if reason not in (NEEDS_ASSETS, NOT_CHOSEN)
+    ]
+    missing += [f"setting {name!r}: {why}" for name, why in failures.items()]
     for setting in settings:
         for cell in setting.cells:
             failed = 0 if cell.figures is None else cell.figures.status.get(Status.FAILED, 0)
@@ -259,7 +253,7 @@ def _result(bench: Bench, setting: Setting, failures: Mapping[str, str]) -> resu
         texts=ready.texts,
         updates=len(captures_of(run, experiment)),
         sequences=sum(text_counts(rows).values()),
-        cells=tuple(_cell(named.name, ready, rows, largest) for named in bench.attacks),
+        cells=tuple(_cell(entry.name, ready, rows, largest) for entry in bench.entries),
         together=together,
     )
 
