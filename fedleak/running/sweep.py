@@ -126,17 +126,15 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Sweep:
             'such as "federation.batch_size" = [1, 2, 4]'
         )
     grid = table.pop("sweep")
-    special = ("design", FAMILY)
-    given = {key: grid.pop(key) for key in special if key in grid} if isinstance(grid, dict) else {}
-    if not isinstance(grid, dict) or not (grid or FAMILY in given):
+    if not isinstance(grid, dict) or not grid.keys() - {"design"}:
         raise ConfigError(
             f"sweep = {grid!r}: list the values of a key, such as "
             '"federation.batch_size" = [1, 2, 4] below [sweep]'
         )
-    design = given.get("design", "all")
+    design = grid.pop("design", "all")
     if design not in DESIGNS:
         raise ConfigError(f"sweep.design = {design!r}: choose from {', '.join(DESIGNS)}")
-    defense_families = families.checked_families(given[FAMILY]) if FAMILY in given else []
+    defense_families = families.checked_families(grid.pop(FAMILY)) if FAMILY in grid else []
     settings = families.settings(defense_families)
     axes = dict(flat(grid))
     for key, values in axes.items():
@@ -230,9 +228,7 @@ def carry_out(
     with ExitStack() as hired:
         hands: Sequence[Worker] = ()
         hired_as: WorkersTable | None = None
-        for cell in sweep.cells:
-            if cell.name not in plans:
-                continue
+        for cell in [cell for cell in sweep.cells if cell.name in plans]:
             plan, table = plans[cell.name], cell.experiment.workers
             try:
                 if table != hired_as:  # else they go on with what they have loaded
