@@ -149,13 +149,12 @@ class PlainLines:
         """Prints what is new."""
         from fedleak.running.forecast import WORTH_SAYING_SECONDS, duration
 
-        first = self._rounds is None
-        if first and at.seconds_most >= WORTH_SAYING_SECONDS:
+        before, self._rounds = self._rounds, at.rounds
+        if before is None and at.seconds_most >= WORTH_SAYING_SECONDS:
             self._print(f"attacks with a time limit take at most {duration(at.seconds_most)}")
-        before, self._rounds = (at.rounds if self._rounds is None else self._rounds), at.rounds
         if not self._answers:
             return
-        if at.rounds > before:
+        if before is not None and at.rounds > before:
             updates = f"{at.captures} of {at.captures_expected} updates"
             self._print(f"training: round {at.rounds} of {at.rounds_expected}, {updates}")
         about = "" if at.seconds_left is None else f", about {duration(at.seconds_left)}"
