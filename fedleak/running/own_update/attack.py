@@ -12,7 +12,7 @@ from typing import Annotated, Any, ParamSpec, TypeVar
 from pydantic import Field, InstanceOf, SkipValidation, ValidationError, validate_call
 from torch import nn
 
-from fedleak.attacks import Equipped, Progress
+from fedleak.attacks import Progress
 from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.config.components import NamedAttack, build_attack
 from fedleak.config.experiment import LARGEST_SEED
@@ -162,8 +162,7 @@ def attack(
             "leave it out"
         )
     named = build_attack(0, {"kind": kind, **settings})
-    if isinstance(named.attack, Equipped):
-        named.attack.check_equipment()
+    named.check_equipment()
     named = replace(named, threat=ThreatModel(sent.granted))
     numbers_between("labels", sent.labels or (), 0, victim.num_labels - 1)
     numbers_between("lengths", sent.lengths or (), 1, victim.max_length)
