@@ -10,7 +10,6 @@ it has to end. The next actor on a node removes what a killed one has left there
 
 import hashlib
 import logging
-import math
 import os
 import shutil
 import socket
@@ -20,8 +19,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -140,18 +140,14 @@ class Shipping:
     """Puts files of a run into the object store."""
 
     def __init__(self) -> None:
-        self._models: dict[Path, Any] = {}
+        self._put_model = lru_cache(MODELS_KEPT)(_put)  # the store frees a model after its last use
 
     def files(self, jobs: Sequence[Job]) -> dict[str, Any]:
         """Returns references to all that jobs of one round need, by name in the run directory."""
         run, round = jobs[0].run, jobs[0].key.round
         model = Run(run).model_sent(round).name(round)
-        if run / model not in self._models:
-            while len(self._models) >= MODELS_KEPT:
-                del self._models[next(iter(self._models))]  # the store frees it after its last use
-            self._models[run / model] = _put(run / model)
         names = ["run.json", *(f"captures/{job.key}.safetensors" for job in jobs)]
-        return {name: _put(run / name) for name in names} | {model: self._models[run / model]}
+        return {name: _put(run / name) for name in names} | {model: self._put_model(run / model)}
 
 
 class RayWorker(Worker):
@@ -274,7 +270,6 @@ class RayWorker(Worker):
         self._actor = actor.remote()
         self._ready: Future[str] = self._actor.prepare.remote(self._device).future()
         self._away_until = time.monotonic() + START_SECONDS
-        self._deadline = math.inf
         self._forget_progress()
 
     def _forget_progress(self) -> None:
@@ -296,20 +291,16 @@ def ray_workers(table: RayTable, time_limit: float) -> Iterator[list[RayWorker]]
             "workers.engine = \"ray\" needs Ray: pip install 'fedleak[ray]'"
         ) from error
     _join(table.address)
-    try:
+    with ExitStack() as at_end:
+        at_end.callback(ray.shutdown)
         slots, gpus = _room(table)
         crew: list[RayWorker] = []
         shipping = None if table.shared else Shipping()
-        try:
-            for _ in range(slots):
-                worker = RayWorker(gpus=gpus, time_limit=time_limit, shipping=shipping, crew=crew)
-                crew.append(worker)
-            yield crew
-        finally:
-            for worker in crew:
-                worker.stop()
-    finally:
-        ray.shutdown()
+        for _ in range(slots):
+            worker = RayWorker(gpus=gpus, time_limit=time_limit, shipping=shipping, crew=crew)
+            crew.append(worker)
+            at_end.callback(worker.stop)
+        yield crew
 
 
 def _join(address: str) -> None:
