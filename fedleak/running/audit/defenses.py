@@ -107,8 +107,10 @@ def candidates(experiment: Experiment, model: LanguageModel, smallest: int) -> l
     return [*(Candidate(s, free=True) for s in free), *(Candidate(s, free=False) for s in costly)]
 
 
-def refuse_without_limits(experiment: Experiment) -> Mapping[str, float]:
-    """Returns the limits on what is read, and refuses an experiment that no defense can help.
+def refuse_without_limits(experiment: Experiment) -> int:
+    """Refuses an experiment that no defense can help; returns the clients, or sums, of its gate.
+
+    With fewer of them, limits on what is read are exceeded even if nothing is read.
 
     Raises:
         ConfigError: It has no such limits, its clients are not here, or they are so few that a
@@ -136,7 +138,7 @@ def refuse_without_limits(experiment: Experiment) -> Mapping[str, float]:
             f"{name} = {limit:g} cannot be kept: where nothing is read of {clients} clients, its "
             f"interval still reaches further: {more}"
         )
-    return limits
+    return needed
 
 
 def fewest_units(limits: Mapping[str, float]) -> int | None:

@@ -123,9 +123,7 @@ def advise(
         FedleakError: A file of the run cannot be read.
     """
     run, experiment = opened.run, stored(opened.run)
-    limits, audit = defenses.refuse_without_limits(experiment), run.read_document(AUDIT)
-    needed = defenses.fewest_units(limits)
-    assert needed is not None  # else it is refused
+    needed, audit = defenses.refuse_without_limits(experiment), run.read_document(AUDIT)
     model, before = outline(experiment, run.info()["num_labels"]), run.read_document(SUMMARY)
     wanted = defenses.candidates(experiment, model, min(client_sizes(run) or [0]))
     sweep = Sweep(experiment.name + ENDING, {FAMILY: [c.setting.value for c in wanted]}, cells=())
