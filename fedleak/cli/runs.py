@@ -138,8 +138,7 @@ def attack(
 
     part = None if shard is None else Shard.parse(shard)
     at = Run(path)
-    at.info()  # refuses a folder that is no run
-    refuse_purged(at)
+    refuse_purged(at)  # and a folder that is no run
     stored(at)  # refuses one whose experiment is not what was run
     for key, change in by_key(changes or ()).items():
         if key.split(".")[0] not in ("attack", "threat", "workers"):
