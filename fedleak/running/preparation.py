@@ -7,7 +7,7 @@ import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +65,11 @@ class Plan:
     num_labels: int
     examples: Examples
     held_out: Mapping[str, Any]
-    candidates: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    classes: tuple[str, ...] = ()
-    remarks: tuple[str, ...] = ()
-    sizes: tuple[int, ...] = ()
-    disk: int = 0
+    candidates: Mapping[str, Mapping[str, Any]]
+    classes: tuple[str, ...]
+    remarks: tuple[str, ...]
+    sizes: tuple[int, ...]
+    disk: int
 
 
 def prepare(experiment: Experiment, path: Path, *, fresh: bool = False) -> Run:
