@@ -12,7 +12,7 @@ from fedleak.attacks import Progress
 from fedleak.attacks.reconstruction import Status
 from fedleak.audit.answer_scores import Scored
 from fedleak.running.own_update.attack import AttackResult
-from fedleak.store.files import new_file
+from fedleak.store.files import replace
 from fedleak.util.errors import ConfigError, FedleakError
 from fedleak.util.plain_files import content
 from fedleak.util.sanitise import printable
@@ -82,8 +82,7 @@ def write(result: AttackResult, scored: Scored | None, path: Path) -> None:
         "score": None if scored is None else scored.row.model_dump(mode="json"),
         "pairs": [{"text": pair.truth, "read": pair.answer} for pair in pairs],
     }
-    with new_file(path) as temporary:
-        temporary.write_text(json.dumps(table, indent=1, allow_nan=False) + "\n")
+    replace(path, (json.dumps(table, indent=1, allow_nan=False) + "\n").encode())
 
 
 def refuse_failure(result: AttackResult) -> None:
