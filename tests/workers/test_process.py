@@ -292,7 +292,6 @@ class Waiting(workers.Worker):
 
     def submit(self, jobs):
         self.jobs = tuple(jobs)
-        self._limit_time()
 
     def progress(self):
         return {}
@@ -301,7 +300,8 @@ class Waiting(workers.Worker):
         pass
 
     def _start(self):
-        pass
+        self._ready = Future()
+        self._ready.set_result(None)
 
 
 @pytest.mark.parametrize(
@@ -312,6 +312,7 @@ def test_a_try_has_its_time_for_each_capture(monkeypatch, captures, seconds, wor
     monkeypatch.setattr(workers, "time", SimpleNamespace(monotonic=lambda: now))
     worker = Waiting(time_limit=2.0)
     worker.submit([None] * captures)
+    assert worker.result() is None
     now += seconds
     assert worker.result() is None
     now += 0.1

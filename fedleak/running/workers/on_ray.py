@@ -211,7 +211,6 @@ class RayWorker(Worker):
         """Takes jobs of one attack and round."""
         self.jobs = tuple(replace(job, run=job.run.absolute()) for job in jobs)
         self._forget_progress()
-        self._limit_time()
         files = {} if self._shipping is None else self._shipping.files(self.jobs)
         self.answer = self._actor.work.remote(list(self.jobs), self._device, files).future()
 

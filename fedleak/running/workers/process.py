@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -137,6 +137,8 @@ class Worker(ABC):
         answer: The future of the try's answers.
     """
 
+    _ready: Future[Any]
+
     def __init__(self, time_limit: float) -> None:
         self._time_limit, self._deadline = time_limit, math.inf
         self.jobs: tuple[Job, ...] = ()
@@ -163,6 +165,9 @@ class Worker(ABC):
             if isinstance(cause, BrokenProcessPool):
                 self._restart()
             return cause
+        if self._deadline == math.inf and self._ready.done():
+            # Counted from here, so that importing torch takes no time of an attack.
+            self._deadline = time.monotonic() + self._time_limit * len(self.jobs)
         if time.monotonic() <= self._deadline:
             return None
         per_capture = f" for each of {len(self.jobs)} captures" if len(self.jobs) > 1 else ""
@@ -186,18 +191,14 @@ class Worker(ABC):
 
     @abstractmethod
     def _start(self) -> None:
-        """Starts what runs attacks."""
+        """Starts what runs attacks, which is `_ready` for them some time later."""
 
     def _restart(self) -> None:
         self.stop()
         self._start()
 
-    def _limit_time(self) -> None:
-        """Begins to count the time of the try."""
-        self._deadline = time.monotonic() + self._time_limit * len(self.jobs)
-
     def _finish(self) -> None:
-        self.jobs = ()
+        self.jobs, self._deadline = (), math.inf
 
     def _cause(self, error: BaseException) -> BaseException:
         """Returns why a try failed; a `BrokenProcessPool` if its process has died."""
@@ -226,7 +227,6 @@ class LocalWorker(Worker):
     def submit(self, jobs: Sequence[Job]) -> None:
         """Takes jobs of one attack and round."""
         self.jobs = tuple(jobs)
-        self._deadline = math.inf
         try:
             self.answer = self._pool.submit(_work_and_tell, self.jobs, self._device)
         except BrokenProcessPool:  # killed while it had nothing to do
@@ -235,9 +235,6 @@ class LocalWorker(Worker):
 
     def result(self) -> list[Answer] | BaseException | None:
         """Returns an answer per job, or why there is none; None while it works."""
-        if self._deadline == math.inf and self._ready.done():
-            # Counted from here, so that importing torch takes no time of an attack.
-            self._limit_time()
         self.progress()  # whoever looks at no progress leaves room in the pipe, too
         return super().result()
 
