@@ -316,20 +316,14 @@ def _judged(candidate: Candidate, run: Run, before: Run) -> Tried:
     return Tried(
         name=candidate.name,
         free=candidate.free,
-        trial=_trial(failed),
+        # It ends as its worst check did, under the same name.
+        trial=Trial[failed[0].outcome.name] if failed else Trial.WITHIN,
         why="; ".join(f"{check.name}: {check.sentence}" for check in failed),
         exact=None if worst is None else worst.exact_match,
         utility=figure and figure[1],
         lost=utility_lost(before.read_document(SUMMARY), summary),
         epsilon=None if privacy is None else privacy.epsilon,
     )
-
-
-def _trial(failed: Sequence[Check]) -> Trial:
-    """Returns how a try ended, from checks that did not pass, the exceeded ones first."""
-    if not failed:
-        return Trial.WITHIN
-    return Trial.EXCEEDED if failed[0].outcome is Outcome.EXCEEDED else Trial.UNTOLD
 
 
 def utility_of(summary: RunSummary) -> tuple[str, float] | None:
