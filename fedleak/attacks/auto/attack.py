@@ -29,7 +29,7 @@ from fedleak.attacks.auto.joint_likelihood import MOST_TEXTS
 from fedleak.attacks.auto.maximum_likelihood import MaximumLikelihood, is_blurred
 from fedleak.attacks.auto.peeling import occurrences, peel
 from fedleak.attacks.auto.sharpening import Labelled, sharpened
-from fedleak.attacks.clock import Clock
+from fedleak.attacks.clock import Clock, Seconds
 from fedleak.attacks.matching.batch_structure import Clues
 from fedleak.attacks.matching.lamp import Lamp
 from fedleak.attacks.reconstruction import Ids, Reconstruction, Status, tokens_of
@@ -186,7 +186,7 @@ class Auto(OneByOne):
     version: ClassVar[int] = 35
     slow: ClassVar[bool] = True
     uses: ClassVar[frozenset[str]] = Lamp.uses | {"noise_scale"}
-    seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 120.0
+    seconds: Seconds = 120.0
     prior: Annotated[str, AfterValidator(absolute)] | None = None
     steps: Annotated[int, Field(ge=1)] | None = None
 
@@ -593,7 +593,9 @@ class _Attempt:
             return "nothing proved: tokens of the batch, without their order"
         if self._seen.knowledge.own_head:
             return "nothing proved, because the head is not known: what most attacks read"
-        return _NOT_PROVED[likely]
+        if likely:
+            return "nothing proved: the likeliest sequences"
+        return "nothing proved: guesses that explain no more than random texts do"
 
     def _likely(self, choice: Choice) -> tuple[set[Ids], dict[str, Any]]:
         """Returns the guesses that explain more than chance does, and what was compared."""
@@ -627,12 +629,6 @@ class _Attempt:
         if noise_of(self._seen) is not None:
             return certificate.NOTHING_PROVED
         return certificate.judge(self._model, batch, self._seen, self._clock)
-
-
-_NOT_PROVED = {
-    True: "nothing proved: the likeliest sequences",
-    False: "nothing proved: guesses that explain no more than random texts do",
-}
 
 
 def read_with(

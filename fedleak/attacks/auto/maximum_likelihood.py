@@ -54,7 +54,7 @@ from itertools import combinations
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator
 from torch import Tensor
 
 from fedleak.attacks import AttackSetting, Progress, Show, certificate
@@ -70,7 +70,7 @@ from fedleak.attacks.auto.joint_likelihood import (
 )
 from fedleak.attacks.auto.text_by_text import TextSearch
 from fedleak.attacks.certificate import NOTHING_PROVED, PRECISION, as_gradient, is_linear
-from fedleak.attacks.clock import Clock
+from fedleak.attacks.clock import Clock, Seconds
 from fedleak.attacks.matching.batch_structure import Frame, frame
 from fedleak.attacks.matching.factored_gradients import BatchGradients
 from fedleak.attacks.matching.gradient_distance import Gradient
@@ -203,7 +203,7 @@ class MaximumLikelihood(Reader):
     version: ClassVar[int] = 3
     slow: ClassVar[bool] = True
     uses: ClassVar[frozenset[str]] = frozenset({"labels", "lengths"})
-    seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 30.0
+    seconds: Seconds | None = 30.0
     prior: Annotated[str, AfterValidator(absolute)] | None = None
 
     def check_equipment(self) -> None:
@@ -237,10 +237,9 @@ class MaximumLikelihood(Reader):
         """
         clock = Clock(self.seconds)
         observed, around = as_gradient(seen), frame(model)
-        names, size = behind_layers(AttackSetting.of(seen, model)), seen.update.num_examples
-        noise = noise_scale(
-            observed[model.family.word_embedding], [observed[name] for name in sorted(names)]
-        )
+        names, size = behind_layers(seen, model), seen.update.num_examples
+        behind = {name: observed[name] for name in names}
+        noise = noise_scale(observed[model.family.word_embedding], [*behind.values()])
         if not is_linear(seen):
             noise = "it reads one gradient without dropout, and this is none"
         elif size > MOST_TEXTS:
@@ -257,7 +256,6 @@ class MaximumLikelihood(Reader):
         if rows is None:
             reason = f"no position's row stands out of the noise, of {noise:.2g}"
             return Reading.none(reason, noise_scale=noise)
-        behind = {name: observed[name] for name in sorted(names)}
         head = Head(model, behind, noise, coarse)
         prior = None if self.prior is None else priors.load(self.prior, model)
         labels = seen.knowledge.labels or tuple(range(model.num_labels))
@@ -339,11 +337,11 @@ class MaximumLikelihood(Reader):
         return Reading.of(answer, settled=True)
 
 
-def behind_layers(setting: AttackSetting) -> frozenset[str]:
-    """Returns the parameters behind the last layer that are shared."""
-    family = setting.family
-    behind = (name for name in setting.shared if not name.startswith(family.layers))
-    return frozenset(name for name in behind if name not in family.embeddings)
+def behind_layers(seen: Observation, model: LanguageModel) -> list[str]:
+    """Returns the parameters behind the last layer that are shared, sorted."""
+    family = model.family
+    behind = (name for name in seen.update.tensors if not name.startswith(family.layers))
+    return sorted(name for name in behind if name not in family.embeddings)
 
 
 def _labels(seen: Observation, model: LanguageModel) -> tuple[int, ...] | None:
@@ -402,7 +400,7 @@ def rows_of(
 
 def is_blurred(seen: Observation, model: LanguageModel) -> bool:
     """Whether an update lacks numbers, or is blurred more than a proof admits."""
-    if coarseness(seen, behind_layers(AttackSetting.of(seen, model))) is not EXACT:
+    if coarseness(seen, behind_layers(seen, model)) is not EXACT:
         return True
     observed = as_gradient(seen)
     noise = noise_scale(observed[model.family.word_embedding], [])

@@ -100,7 +100,7 @@ def test_the_bounds_hold_the_gradient_and_other_gradients_fall_outside(small, ob
     """The dense slow version: what was sent, number by number, and the gradient before it."""
     model = small("bert", layers=3, width=64)
     (ids,), seen = (truth := observe(model, [TEXT], [1])).sequences, truth.seen
-    names = sorted(behind_layers(AttackSetting.of(seen, model)))
+    names = behind_layers(seen, model)
     sent = blurred(seen, defense)
     coarse = coarseness(sent, names)
     for name in names:
@@ -129,7 +129,7 @@ def test_the_bounds_hold_the_gradient_and_other_gradients_fall_outside(small, ob
 def test_what_was_not_coarsened_is_exact(small, observe):
     model = small("bert", layers=3, width=64)
     seen = observe(model, [TEXT], [1]).seen
-    names = behind_layers(AttackSetting.of(seen, model))
+    names = behind_layers(seen, model)
     value = seen.update.tensors[min(names)]
     for exact in (seen, noisy(seen, 1e-4)):
         low, high = coarseness(exact, names).bounds(value)
@@ -254,7 +254,7 @@ def test_a_row_of_noise_is_thought_unused_and_a_large_one_used():
 def test_the_misfit_is_that_of_the_recomputed_gradient_up_to_a_factor(small, observe, family):
     model = small(family, CLASSIFICATION, layers=3, width=48)
     truth = observe(model, [TEXT], [1])
-    names = behind_layers(AttackSetting.of(truth.seen, model))
+    names = behind_layers(truth.seen, model)
     seen = noisy(truth.seen, 1e-3).update.tensors
     head = Head(model, {name: 7 * seen[name] for name in sorted(names)}, 7e-3)
     (ids,) = truth.sequences
