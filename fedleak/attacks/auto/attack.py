@@ -140,10 +140,6 @@ class Findings:
             stepped=(*self.stepped, *reading.stepped),
         )
 
-    def clues(self, most: int) -> Clues:
-        """Returns what the next attack begins with, at most so many sequences of each attack."""
-        return Clues(tuple(sorted(self.tokens)) or None, self.unproved(most))
-
     def unproved(self, most: int) -> tuple[Ids, ...]:
         """Returns the sequences that are not proved, at most so many of each attack."""
         proved = {member.ids for member in self.members}
@@ -337,11 +333,11 @@ class _Attempt:
 
         It takes the lengths of the first guesses, and begins with them.
         """
-        clues = self.findings.clues(self._most)
-        if not isinstance(attack, Lamp) or len(clues.sequences) <= self._seen.update.num_examples:
-            return clues
-        best = [guess.ids for guess in self._choice(clues.sequences).batch]
-        return replace(clues, sequences=tuple(dict.fromkeys([*best, *clues.sequences])))
+        guesses = self.findings.unproved(self._most)
+        if isinstance(attack, Lamp) and len(guesses) > self._seen.update.num_examples:
+            best = [guess.ids for guess in self._choice(guesses).batch]
+            guesses = tuple(dict.fromkeys([*best, *guesses]))
+        return Clues(tuple(sorted(self.findings.tokens)) or None, guesses)
 
     def _made_again(self, reading: Reading) -> Reading:
         """Returns a reading, as proved if the client's steps, made again on its texts, prove it."""

@@ -33,7 +33,7 @@ from fedleak.attacks.matching.factored_gradients import (
     next_token_logit_grad,
 )
 from fedleak.attacks.matching.gradient_distance import Gradient
-from fedleak.attacks.reconstruction import Ids
+from fedleak.attacks.reconstruction import Ids, tokens_of
 from fedleak.models import CLASSIFICATION, LanguageModel, is_target, pad
 
 _TOGETHER = 8
@@ -168,7 +168,7 @@ def compare_labelled(
     """
     weight = weights(model, observed, noise)
     words = model.family.word_embedding
-    words_M = torch.tensor(sorted({t for ids in closed for t in ids}), device=model.device)
+    words_M = torch.tensor(tokens_of(closed), device=model.device)
     own = BatchGradients(model, list(weight))
     # Texts of nearly one length go together, so that little is computed for padding.
     order = sorted(range(len(closed)), key=lambda n: len(closed[n]))

@@ -23,7 +23,7 @@ from fedleak.attacks.clock import Clock
 from fedleak.attacks.matching import reorderings
 from fedleak.attacks.matching.batch_structure import frame
 from fedleak.attacks.matching.factored_gradients import BatchGradients
-from fedleak.attacks.reconstruction import Ids
+from fedleak.attacks.reconstruction import Ids, tokens_of
 from fedleak.models import CLASSIFICATION, LanguageModel
 
 PROPOSED = 8
@@ -119,7 +119,7 @@ class _Fit(NamedTuple):
         """Returns how well the gradient of each sequence fits [K]."""
         model, words = self.model, self.model.family.word_embedding
         closed = [close(model, ids) for ids in sequences]
-        words_M = torch.tensor(sorted({t for ids in closed for t in ids}), device=model.device)
+        words_M = torch.tensor(tokens_of(closed), device=model.device)
         labels_N1 = torch.full((len(closed), 1), self.label, device=model.device)
         own = BatchGradients(model, list(self.weight))
         with own.ready():
