@@ -29,7 +29,7 @@ from fedleak.cli.sweeps import sweep as run_sweep
 from fedleak.config.families import FAMILY
 from fedleak.report.markdown import lines
 from fedleak.report.marked_pages import above
-from fedleak.report.words import in_words, short_key
+from fedleak.report.words import in_words, interval, short_key
 from fedleak.running import sweep
 from fedleak.running.sweep import Cell, Sweep
 from fedleak.store.records import LEAKAGE, LeakageRow
@@ -212,12 +212,7 @@ def _figures(summary: Reading | None) -> str:
     some = (
         f" ({summary.answers} of {summary.rows} answered)" if summary.answers < summary.rows else ""
     )
-    return f"{_interval(summary.exact, 100)}<br>{_interval(summary.rougeL, 1)}<br>{seconds}{some}"
-
-
-def _interval(value: Interval, scale: float) -> str:
-    mean, low, high = (scale * figure for figure in value)
-    return f"{mean:.0f} [{low:.0f}, {high:.0f}]"
+    return f"{interval(summary.exact, 100)}<br>{interval(summary.rougeL)}<br>{seconds}{some}"
 
 
 def _model(cell: Cell) -> str:

@@ -38,7 +38,7 @@ from fedleak.config.experiment import Experiment
 from fedleak.config.families import FAMILY
 from fedleak.config.federation.schedule import expected_captures
 from fedleak.report.markdown import lines
-from fedleak.report.words import in_words, short_key
+from fedleak.report.words import in_words, interval, number, short_key
 from fedleak.running import sweep
 from fedleak.running.sweep import Sweep
 from fedleak.store.records import LEAKAGE, LeakageRow
@@ -192,7 +192,7 @@ def _figures(
     yield f"{sum(row.status == Status.RECOVERED for row in rows)} of {expected}"
     for metric in METRICS:
         ours = mean(rows, f"paper_{metric}")
-        yield "-" if ours is None else f"{ours.mean:.1f} [{ours.low:.1f}, {ours.high:.1f}]"
+        yield interval(ours, places=1)
         if compared:
             yield _place(published.get(metric), ours)
     yield " / ".join(_mean(rows, metric) for metric in METRICS)
@@ -202,14 +202,14 @@ def _figures(
 def _place(published: float | None, ours: Interval | None) -> str:
     """Returns a published figure, and where it lies of our interval."""
     if published is None or ours is None:
-        return "-" if published is None else f"{published:.1f}"
+        return number(published, 1)
     above, below = published > ours.high, published < ours.low
     return f"{published:.1f} {'above' if above else 'below' if below else 'inside'}"
 
 
 def _mean(rows: Sequence[LeakageRow], field: str) -> str:
     value = mean(rows, field)
-    return "-" if value is None else f"{value.mean:.1f}"
+    return number(value and value.mean, 1)
 
 
 def _axis(key: str, values: Sequence[Any]) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fedleak.audit.metrics.intervals import Interval
 from fedleak.store.summaries import Estimate, MeanOfClients
 from fedleak.training.observation import Sight
 from fedleak.util.sanitise import printable
@@ -86,7 +87,7 @@ def share(value: Estimate | None) -> str:
     return f"{percent(value.low)} and {percent(value.high)}" if value else NOT_MEASURED
 
 
-def interval(value: Estimate | MeanOfClients | None, scale: float = 1, *, places: int = 0) -> str:
+def interval(value: MeanOfClients | Interval | None, scale: float = 1, *, places: int = 0) -> str:
     """Returns `mean [low, high]` with so many decimals, or that it was not measured."""
     if value is None:
         return NOT_MEASURED
