@@ -268,7 +268,7 @@ def test_what_has_to_be_installed_for_a_gpu_is_what_is_not_there(monkeypatch, ca
     def installed(name):
         return there.get(name)
 
-    monkeypatch.setitem(packages["lacking"].__globals__, "_installed", installed)
+    monkeypatch.setitem(packages["lacking"].__globals__, "installed", installed)
     lacking = list(packages["lacking"]())
     assert {"transformers>=5.20", "flwr>=1.41,<1.42", "pydantic>=2.12", "pytest>=9.0"} <= {*lacking}
     assert not [

@@ -27,11 +27,9 @@ import platform
 import subprocess
 import sys
 import time
-import tomllib
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -39,6 +37,7 @@ from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 from gpu_figures import ROOT, Settings, Skip
+from gpu_packages import installed, name_of, needed
 
 SECONDS = 520.0
 """Of everything, what the shell script installs included: under nine minutes."""
@@ -238,7 +237,7 @@ def report(
         "dry_run": settings.small,
         "machine": machine_values,
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in _packages()},
+        "versions": {name: installed(name) for name in map(name_of, needed())},
         "commit": _commit(),
         "assets": settings.assets is not None,
         "seed": settings.seed,
@@ -308,20 +307,6 @@ def _short(value: object) -> str:
 def _cell(text: str) -> str:
     """Returns a text that stays in its cell."""
     return " ".join(text.split()).replace("|", r"\|")[:200]
-
-
-def _packages() -> list[str]:
-    """Returns the packages that the library needs."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    names = (requirement.split(">=")[0] for requirement in project["dependencies"])
-    return [name.split("[")[0] for name in names]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _commit() -> str | None:

@@ -11,9 +11,10 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from gpu_figures import ROOT
+
 TESTS = ("pytest", "pytest-timeout", "hypothesis")
 
 
@@ -24,41 +25,52 @@ def main() -> None:
 
 def lacking() -> Iterator[str]:
     """Yields requirements that are not met. Nothing here runs a simulation, so without extras."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *extras["audit"]]
-    wanted += [requirement for requirement in extras["dev"] if _name(requirement) in TESTS]
-    for requirement in wanted:
+    dev = _project()["optional-dependencies"]["dev"]
+    for requirement in (*needed(), *(test for test in dev if name_of(test) in TESTS)):
         plain = re.sub(r"\[.*?\]", "", requirement)
         if not _met(plain):
             yield plain
+
+
+def needed() -> list[str]:
+    """Returns the requirements of the library and of audits."""
+    project = _project()
+    return [*project["dependencies"], *project["optional-dependencies"]["audit"]]
+
+
+def _project() -> dict[str, Any]:
+    table = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    project: dict[str, Any] = table["project"]
+    return project
 
 
 def constraints() -> Iterator[str]:
     """Yields the versions to install, of packages that are not there."""
     for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines():
         name = line.partition("==")[0]
-        if line.startswith("#") or _installed(name) is None:
+        if line.startswith("#") or installed(name) is None:
             yield line
 
 
 def _met(requirement: str) -> bool:
     """Whether a requirement `name>=1.2,<3` is met."""
-    installed = _installed(_name(requirement))
-    if installed is None:
+    there = installed(name_of(requirement))
+    if there is None:
         return False
     for sign, bound in re.findall(r"(>=|<)([0-9.]+)", requirement):
-        own, limit = _numbers(installed), _numbers(bound)
+        own, limit = _numbers(there), _numbers(bound)
         if (own < limit) if sign == ">=" else (own >= limit):
             return False
     return True
 
 
-def _name(requirement: str) -> str:
+def name_of(requirement: str) -> str:
+    """Returns the name of the package that a requirement is of."""
     return re.split(r"[\[<>=]", requirement)[0]
 
 
-def _installed(name: str) -> str | None:
+def installed(name: str) -> str | None:
+    """Returns the version of a package; None if it is not there."""
     try:
         return version(name)
     except PackageNotFoundError:
