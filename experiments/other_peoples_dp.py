@@ -106,9 +106,7 @@ def opacus_run(noise: float, poisson: bool, steps: int = 8) -> tuple[privacy.Fin
         optimizer.step()
         audit.score({name: p.grad for name, p in parameters.items()})
     rate = 1 / len(loader)
-    accountant = RDPAccountant()
-    accountant.history = [(NOISE, rate, steps)]
-    epsilon = accountant.get_epsilon(DELTA)
+    epsilon = accounted(NOISE, steps, rate)
     return (
         audit.findings(epsilon=epsilon, delta=DELTA, noise_multiplier=NOISE, sampling_rate=rate),
         epsilon,
@@ -161,13 +159,19 @@ def app_of(mods: Sequence[Any], norms: Sequence[float] = ()) -> ClientApp:
 
 
 class Watching(FedAvg):
-    """FedAvg that keeps the models it sent, and the first replies."""
+    """FedAvg that keeps the models it sent, and the last replies."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            fraction_evaluate=0.0, min_train_nodes=1, min_evaluate_nodes=1, min_available_nodes=1
+        )
+        self.models: list[dict[str, Any]] = []
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: Any, grid: Any
     ) -> Any:
         """Keeps the model."""
-        self.models = [*getattr(self, "models", []), weights(arrays)]
+        self.models.append(weights(arrays))
         return super().configure_train(server_round, arrays, config, grid)
 
     def aggregate_train(self, server_round: int, replies: Any) -> Any:
@@ -181,19 +185,16 @@ def weights(arrays: ArrayRecord) -> dict[str, Any]:
     return {name: array.numpy() for name, array in arrays.items()}
 
 
-def federation(
-    app: ClientApp, clients: int, rounds: int, wrapped: Callable[[FedAvg, int], Strategy]
-) -> tuple[Watching, dict[str, Any]]:
-    """Trains; returns the strategy, which has the models, and the last model."""
-    nodes = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
-    strategy = Watching(fraction_evaluate=0.0, **nodes)  # type: ignore[arg-type]
-    weight = {"weight": Array(np.zeros(256 * clients, np.float32))}
-    result = wrapped(strategy, clients).start(
+def trained(
+    app: ClientApp, clients: int, rounds: int, strategy: Strategy, numbers: int
+) -> dict[str, Any]:
+    """Trains a model of so many numbers, and returns it."""
+    result = strategy.start(
         grid=InlineGrid(app, clients, {}),  # type: ignore[arg-type]
-        initial_arrays=ArrayRecord(weight),
+        initial_arrays=ArrayRecord({"weight": Array(np.zeros(numbers, np.float32))}),
         num_rounds=rounds,
     )
-    return strategy, weights(result.arrays)
+    return weights(result.arrays)
 
 
 def central(
@@ -206,7 +207,8 @@ def central(
     """Returns the row of a noise that the server adds: what is audited is its models."""
     with tempfile.TemporaryDirectory() as folder:
         canary = canary_clients(folder, clients, norm=10 * CLIPPING_NORM, seed=7)
-        strategy, last = federation(app_of([clip, canary]), clients, rounds, wrapped)
+        strategy, app = Watching(), app_of([clip, canary])
+        last = trained(app, clients, rounds, wrapped(strategy, clients), 256 * clients)
         secret = coins(folder, clients)
     models = [*strategy.models, last]
     scores = [
@@ -218,10 +220,10 @@ def central(
     return flower_row(f"{name}, {rounds} rounds", announced, scores, secret, signed=False)
 
 
-def accounted(noise: float, rounds: int) -> float:
-    """Returns the epsilon of rounds that everybody takes part in."""
+def accounted(noise: float, steps: int, rate: float = 1.0) -> float:
+    """Returns the epsilon of steps, or rounds, in each of which a record is with such a rate."""
     accountant = RDPAccountant()
-    accountant.history = [(noise, 1.0, rounds)]
+    accountant.history = [(noise, rate, steps)]
     return float(accountant.get_epsilon(DELTA))
 
 
@@ -247,14 +249,8 @@ def adaptive_norm(clients: int = 256, rounds: int = 20) -> str:
             self.mean = np.mean(clipped, 0)
             return super().aggregate_train(server_round, replies)
 
-    strategy = Measuring(
-        fraction_evaluate=0.0, min_train_nodes=1, min_evaluate_nodes=1, min_available_nodes=1
-    )
-    adaptive(strategy, clients).start(
-        grid=InlineGrid(app_of([adaptiveclipping_mod], norms), clients, {}),  # type: ignore[arg-type]
-        initial_arrays=ArrayRecord({"weight": Array(np.zeros(10_000, np.float32))}),
-        num_rounds=rounds,
-    )
+    app = app_of([adaptiveclipping_mod], norms)
+    trained(app, clients, rounds, adaptive(Measuring(), clients), 10_000)
     announced = (NOISE**-2 - (2 * clients / 20) ** -2) ** -0.5
     shares = [clients * noise / norm / announced for noise, norm in zip(noises, sent, strict=False)]
     spent = [accounted(noise, rounds) for noise in (NOISE * float(np.mean(shares)), NOISE)]
@@ -273,7 +269,8 @@ def local(name: str, sensitivity: float, *, signed: bool, clients: int = 1024) -
     mod = LocalDpMod(CLIPPING_NORM, sensitivity * CLIPPING_NORM, announced, DELTA)
     with tempfile.TemporaryDirectory() as folder:
         canary = canary_clients(folder, clients, norm=10 * CLIPPING_NORM, seed=7, signed=signed)
-        strategy, _ = federation(app_of([mod, canary]), clients, 1, lambda inner, clients: inner)
+        strategy = Watching()
+        trained(app_of([mod, canary]), clients, 1, strategy, 256 * clients)
         secret = coins(folder, clients)
     directions = privacy.directions(strategy.models[0], clients, seed=7, step=1)
     # The replies are in the order of the nodes, and these in that of the partitions.

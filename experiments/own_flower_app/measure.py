@@ -8,11 +8,10 @@ prints a row for each way of training: a table of docs/own-flower-app.md.
 
 import argparse
 import logging
-import shutil
-import tempfile
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import tomli_w
@@ -139,11 +138,8 @@ def main() -> None:
     for way in WAYS:
         if wanted.only not in way.name:
             continue
-        folder = Path(tempfile.mkdtemp())
-        try:
-            rows = rows_of(way, wanted.model, names, wanted.clients, wanted.seconds, folder)
-        finally:
-            shutil.rmtree(folder)
+        with TemporaryDirectory() as folder:
+            rows = rows_of(way, wanted.model, names, wanted.clients, wanted.seconds, Path(folder))
         cells = [cell([row for row in rows if row.attack == name]) for name in names]
         probes = tokens([row for row in rows if row.attack == "probes"])
         print(f"| {way.name} | {probes} | " + " | ".join(cells) + " |", flush=True)
