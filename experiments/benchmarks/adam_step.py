@@ -12,7 +12,6 @@ it names rightly, those that it names in all.
 
 import argparse
 import math
-import random
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -22,15 +21,16 @@ from statistics import mean
 from typing import Any
 
 import torch
+from material import known_of, lines_of, timed, update_of
 from state_pursuit import EARLIER, WARM
 
 from fedleak.attacks import clock, kinds, replay
 from fedleak.audit.answer_scores import score_sequences
 from fedleak.audit.metrics.intervals import wilson
-from fedleak.models import CLASSIFICATION, LanguageModel, ModelSpec, load_parameters_, loading
+from fedleak.models import CLASSIFICATION, LanguageModel, ModelSpec, loading
 from fedleak.models.lora import Lora
 from fedleak.training.local import local_update_
-from fedleak.training.observation import Knowledge, Observation, UpdateKind
+from fedleak.training.observation import Observation, UpdateKind
 from fedleak.training.recipe import Recipe
 from fedleak.training.settings import LocalTraining
 from fedleak.util.rng import stream
@@ -63,9 +63,7 @@ def main() -> None:
     model = loading.load(
         ModelSpec(name=options.model, task=CLASSIFICATION, num_labels=2, lora=lora)
     )
-    lines = [line.strip() for line in options.texts.read_text().splitlines()]
-    lines = [line for line in lines if 6 <= len(line.split()) <= 24]
-    random.Random(options.seed).shuffle(lines)
+    lines = lines_of(options.texts, 6, options.seed)
     of_client = options.batch * options.steps
     needed = options.clients * of_client + (WARM if lora else 0)
     if len(lines) < needed:
@@ -90,17 +88,11 @@ def main() -> None:
         dropout=options.dropout,
         recipe=recipe,
     )
-    known = Knowledge(
-        learning_rate=options.rate,
-        local_steps=how.steps(of_client),
-        local_epochs=1,
-        dropout=options.dropout,
-        recipe=recipe,
-    )
+    known = known_of(how, of_client)
     if lora:
         warm, lines = model.encode(lines[:WARM]), lines[WARM:]
         local_update_(model, warm, [i % 2 for i in range(WARM)], EARLIER, seed=1)
-    before = {name: value.clone() for name, value in model.parameters().items()}
+    before = model.parameters()
     exact = proved = right_tokens = named_tokens = all_tokens = 0
     alike: list[tuple[float, float]] = []
     previous: Sequence[tuple[int, ...]] = ()
@@ -108,8 +100,7 @@ def main() -> None:
         texts = lines[client * of_client :][:of_client]
         own = [tuple(ids) for ids in model.encode(texts)]
         labels = [i % 2 for i in range(of_client)]
-        update = local_update_(model, own, labels, how, seed=client)
-        load_parameters_(model, before)
+        update = update_of(model, own, labels, how, seed=client)
         tensors = {
             name: recipe.without_decay(value, before[name], options.rate, how.steps(of_client))
             for name, value in update.tensors.items()
@@ -117,9 +108,7 @@ def main() -> None:
         seen = Observation(
             round=1, client=0, update=replace(update, tensors=tensors), knowledge=known
         )
-        begin = time.process_time()
-        answer = attack(seen, model, rng=stream(options.seed, "attack", client))
-        seconds = time.process_time() - begin
+        answer, seconds = timed(attack, seen, model, stream(options.seed, "attack", client))
         sequences = answer.sequences or ()
         replayed = None if answer.verified else replay.replay(model, sequences, seen)
         right = (Counter(own) & Counter(sequences)).total()

@@ -12,7 +12,6 @@ processor. What other programs do meanwhile changes both.
 FEDLEAK_ASSETS: see experiments/cola-minilm.toml; with models/stories15m for `lora`.
 """
 
-import argparse
 import json
 import os
 import resource
@@ -20,6 +19,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from arguments import parser_of
 
 EXPERIMENTS = Path(__file__).parents[1]
 COLA = ["data.samples=64", "data.held_out=48", "federation.rounds=3", "federation.batch_size=2"]
@@ -45,9 +46,7 @@ SETTINGS = {
 
 def main() -> None:
     """Runs the benchmark."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("settings", nargs="*", default=[*SETTINGS])
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--out", type=Path, help="keep the runs in this folder")
@@ -71,16 +70,13 @@ def measured(setting: str, minutes: float, folder: Path) -> str:
     command += ["--minutes", str(minutes), "--set", f"name={setting}", *sets]
     with (folder / f"{setting}.txt").open("w") as log:
         before = processor()
-        subprocess.run(command, cwd=folder, stdout=log, stderr=log, check=True, env=environment())
+        # One thread, as everywhere in fedleak's figures.
+        own = os.environ | {"OMP_NUM_THREADS": "1"}
+        subprocess.run(command, cwd=folder, stdout=log, stderr=log, check=True, env=own)
     audit = json.loads((folder / "runs" / f"{setting}-audit" / "audit.json").read_text())
     planned, took = sum(part["seconds"] for part in audit["parts"]), audit["seconds"]
     ratio = planned / took
     return f"| {setting} | {planned:.0f} | {took:.0f} | {ratio:.2f} | {processor() - before:.0f} |"
-
-
-def environment() -> dict[str, str]:
-    """Returns the environment of an audit: one thread, as everywhere in fedleak's figures."""
-    return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def processor() -> float:

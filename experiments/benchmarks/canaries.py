@@ -14,18 +14,18 @@ Each line of costs is a process of its own. No files are needed.
 
 import argparse
 import math
-import multiprocessing
 import statistics
 import tempfile
-import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from arguments import parser_of
+from material import gradient_of
 from numpy.typing import NDArray
-from private_training import VOCABULARY, Case, made, peak
+from private_training import VOCABULARY, Case, Cost, apart, cost_of, made
 from scipy.optimize import brentq
 from scipy.special import ndtri
 from scipy.stats import kstest
@@ -36,7 +36,6 @@ from fedleak.running import preparation
 from fedleak.store.records import UTILITY
 from fedleak.training.batches import Records
 from fedleak.training.local import local_update_
-from fedleak.training.observation import UpdateKind
 from fedleak.training.planted import Planted
 from fedleak.training.privacy.canaries import Canaries, Floats
 from fedleak.training.privacy.lower_bounds import (
@@ -46,7 +45,7 @@ from fedleak.training.privacy.lower_bounds import (
     gaussian_epsilon,
     settled_rule,
 )
-from fedleak.training.settings import LocalTraining, PrivateSteps
+from fedleak.training.settings import PrivateSteps
 from fedleak.training.steps import Batch
 from fedleak.util.rng import stream
 
@@ -57,9 +56,7 @@ DELTA = 1e-5
 
 def main() -> None:
     """Prints the tables that are asked for."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parts = {"cost": cost, "bounds": bounds, "utility": utility, "simulated": simulated}
     parser.add_argument("--part", choices=parts, action="append")
     parser.add_argument("--size", default="6x384", help="layers x width")
@@ -76,20 +73,16 @@ def main() -> None:
 def cost(case: Case, args: argparse.Namespace) -> Iterator[str]:
     """Yields what an update costs, by the number of canaries."""
     yield "| canaries | ms | ratio | MiB | ratio |\n|---|---|---|---|---|"
-    spawn, plain = multiprocessing.get_context("spawn"), None
-    for count in COUNTS:
-        with ProcessPoolExecutor(1, mp_context=spawn) as pool:
-            costs = pool.submit(_cost, case, count, args.repeats).result()
-        plain = plain or costs
-        seconds, mib = costs
+    costs = {count: apart(_cost, case, count, args.repeats) for count in COUNTS}
+    for count, (seconds, mib) in costs.items():
         yield (
-            f"| {count} | {1000 * seconds:.0f} | {seconds / plain[0]:.2f} | {mib:.0f} | "
-            f"{mib / plain[1]:.2f} |"
+            f"| {count} | {1000 * seconds:.0f} | {seconds / costs[0].seconds:.2f} | {mib:.0f} | "
+            f"{mib / costs[0].mib:.2f} |"
         )
 
 
-def _cost(case: Case, count: int, repeats: int) -> tuple[float, float]:
-    """Returns CPU seconds and MiB of one update and its scores."""
+def _cost(case: Case, count: int, repeats: int) -> Cost:
+    """Returns the cost of one update and its scores."""
     torch.set_num_threads(1)
     model = made(case)
 
@@ -98,14 +91,7 @@ def _cost(case: Case, count: int, repeats: int) -> tuple[float, float]:
         if canaries is not None:
             canaries.score(update)
 
-    with peak() as most:
-        work()
-    seconds = []
-    for _ in range(repeats):
-        start = time.process_time()
-        work()
-        seconds.append(time.process_time() - start)
-    return statistics.median(seconds), most[0] / 2**20
+    return cost_of(work, repeats)
 
 
 def _update(
@@ -123,14 +109,7 @@ def _update(
         dummies = Batch([ids[0], ids[-1]], [0, 1])
         records = Records(case.batch, count, False)
         planted = Planted(canaries, coins_K, dummies, (10.0, 3.0), records, everyone_K)
-    local = LocalTraining(
-        kind=UpdateKind.GRADIENT,
-        batch_size=case.batch,
-        epochs=1,
-        learning_rate=0.1,
-        dropout=False,
-        private=PrivateSteps(noise, 1.0, "fixed"),
-    )
+    local = replace(gradient_of(case.batch), private=PrivateSteps(noise, 1.0, "fixed"))
     labels = [i % 2 for i in range(case.batch)]
     update = local_update_(model, ids, labels, local, seed=seed, planted=planted)
     return canaries, coins_K, dict(update.tensors)

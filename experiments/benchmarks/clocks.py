@@ -2,6 +2,7 @@
 
 import json
 import statistics
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -35,6 +36,29 @@ def in_turns(
             do()
             taken.append(now(device) - begin)
     return [statistics.median(taken) for taken in seconds]
+
+
+class Most:
+    """The most that a number ever was, looked at now and then until it is left."""
+
+    def __init__(self, number: Callable[[], int], seconds: float) -> None:
+        self.value, self._number, self._seconds = 0, number, seconds
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+
+    def __enter__(self) -> "Most":
+        """Begins."""
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends."""
+        self._end.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._end.wait(self._seconds):
+            self.value = max(self.value, self._number())
 
 
 def peak(do: Callable[[], object], device: torch.device = CPU) -> float:

@@ -9,7 +9,6 @@ whose texts no judged run has. The tables are written into the page, docs/detect
 marker, and beside it what docs/curves.py draws of them; --no-run writes what there is.
 """
 
-import argparse
 import copy
 import itertools
 import runpy
@@ -21,6 +20,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from arguments import parser_of
 
 from fedleak import detectors
 from fedleak.attacks.reconstruction import Status
@@ -102,9 +103,7 @@ class Trial:
 
 def main() -> int:
     """Trains what is left and writes the page."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("file", nargs="?", type=Path, default=HERE / "detectors.toml")
     parser.add_argument("--runs", type=Path, default=Path("runs/detectors"), metavar="FOLDER")
     parser.add_argument("--no-run", action="store_true", help="only write what there is")
@@ -268,45 +267,11 @@ def page(trials: Sequence[Trial]) -> Iterator[str]:
     yield from _rounds_needed(judged)
 
 
-Points = Mapping[float, tuple[float, Mapping[str, float]]]
-"""By what is left: per cent of the target's texts that were read, and of alarms by detector."""
-
-
-def points(trials: Sequence[Trial], read: Sequence[tuple[Cell, LeakageRow]]) -> Points:
-    """Returns what an adaptive attacker reads, and which of those that were sent it notice."""
-    public, by_left = limits(trials), {}
-    for left in sorted({cell.left for cell, _ in read if cell.left is not None}):
-        rows = [row for cell, row in read if cell.left == left]
-        texts = sum(row.batch_size or 0 for row in rows)
-        exact = sum((row.exact_match or 0.0) * (row.batch_size or 0) for row in rows)
-        changed = [trial for trial in trials if trial.cell.left == left and trial.changed]
-        rates = {}
-        for kind in DRAWN:
-            alarms = [alarmed(trial, public) for trial in changed if trial.kind == kind]
-            rates[kind] = 100 * sum(alarms) / max(1, len(alarms))
-        by_left[left] = (100 * exact / max(1, texts), rates)
-    return by_left
-
-
-def adaptive_points(
-    trials: Sequence[Trial], read: Sequence[tuple[Cell, LeakageRow]]
-) -> Mapping[str, Points]:
-    """Returns that by the name of what the attacker does."""
-    return {
-        name: points(
-            [trial for trial in trials if trial.cell.public or trial.cell.mode == name],
-            [(cell, row) for cell, row in read if cell.mode == name],
-        )
-        for name in dict.fromkeys(cell.mode for cell, _ in read)
-    }
-
-
 def adaptive_page(
     trials: Sequence[Trial], read: Sequence[tuple[Cell, LeakageRow]], picture: str
 ) -> Iterator[str]:
     """Yields the lines about attackers that know the detectors."""
-    by_name = adaptive_points(trials, read)
-    if not by_name:
+    if not read:
         return
     yield (
         "\nAn attacker that knows the detectors leaves a share of what it would set to zero. Per "
@@ -316,11 +281,24 @@ def adaptive_page(
     yield f"![What an adaptive attacker reads, and which detectors notice]({picture})\n"
     yield "| attacker | runs | left | texts read | " + " | ".join(f"`{k}`" for k in DRAWN) + " |"
     yield "|---" * (len(DRAWN) + 4) + "|"
-    for name, by_left in by_name.items():
-        for left, (exact, alarms) in by_left.items():
-            runs = len({c.folder for c, _ in read if (c.mode, c.left) == (name, left)})
-            rates = " | ".join(f"{alarms[kind]:.3g}" for kind in DRAWN)
-            yield f"| {name} | {runs} | {left:g} | {exact:.3g} | {rates} |"
+    public = limits(trials)
+    for name in dict.fromkeys(cell.mode for cell, _ in read):
+        for left in sorted({cell.left or 0.0 for cell, _ in read if cell.mode == name}):
+            pairs = [pair for pair in read if (pair[0].mode, pair[0].left) == (name, left)]
+            runs = len({cell.folder for cell, _ in pairs})
+            texts = sum(row.batch_size or 0 for _, row in pairs)
+            exact = sum((row.exact_match or 0.0) * (row.batch_size or 0) for _, row in pairs)
+            hidden = [trial for trial in trials if trial.changed and trial.cell.mode == name]
+            rates = []
+            for kind in DRAWN:
+                alarms = [
+                    alarmed(trial, public)
+                    for trial in hidden
+                    if (trial.kind, trial.cell.left) == (kind, left)
+                ]
+                rates.append(f"{100 * sum(alarms) / max(1, len(alarms)):.3g}")
+            share = 100 * exact / max(1, texts)
+            yield f"| {name} | {runs} | {left:g} | {share:.3g} | {' | '.join(rates)} |"
 
 
 def _rounds_needed(judged: Sequence[Trial]) -> Iterator[str]:

@@ -20,18 +20,16 @@ The last table is what `auto` takes on proved batches beyond the attack that pro
 of the client's own training step.
 """
 
-import argparse
-import json
-import os
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from arguments import parser_of, with_assets
 from clocks import in_turns
+from material import content, gradient_of, keep, root_mean_square, timed
 from scipy.optimize import linear_sum_assignment
 from subspace_attacks import MINILM, load, read_corpus
 
@@ -43,13 +41,15 @@ from fedleak.attacks.matching.lamp import Lamp
 from fedleak.attacks.subspace.dager import Dager
 from fedleak.attacks.subspace.keyspan import Keyspan
 from fedleak.data import Corpus
+from fedleak.defenses.gaussian_noise import with_noise
 from fedleak.models import LanguageModel
 from fedleak.training.local import local_update_
-from fedleak.training.observation import ClientUpdate, Knowledge, Observation, UpdateKind
-from fedleak.training.settings import LocalTraining
+from fedleak.training.observation import Knowledge, Observation
 from fedleak.util.rng import stream
 
 ATTACKS: tuple[type[Any], ...] = (PositionMarginals, Keyspan, Dager, Lamp, Auto)
+
+FACTS = ("lengths", "labels", "noise_scale")
 
 Ids = tuple[int, ...]
 
@@ -71,22 +71,17 @@ class Answer(NamedTuple):
 
 def main() -> None:
     """Runs the benchmark."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--noise", type=float, nargs="+", default=[0.0, 0.3, 3.0, 30.0])
     parser.add_argument("--attacks", nargs="+", default=[attack.kind for attack in ATTACKS])
     parser.add_argument("--batches", type=int, default=4, help="of each line")
     parser.add_argument("--seconds", type=float, default=20.0, help="for an update")
-    parser.add_argument("--told", nargs="*", default=["lengths", "labels"])
+    parser.add_argument("--told", nargs="*", default=["lengths", "labels"], choices=FACTS)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--assets", type=Path, default=os.environ.get("FEDLEAK_ASSETS"))
     parser.add_argument("--json", type=Path, help="keep the answers in this file")
     parser.add_argument("--cost", action="store_true", help="only the table of proved batches")
-    args = parser.parse_args()
-    if args.assets is None:
-        parser.error("say where models and data are: --assets, or FEDLEAK_ASSETS")
+    args = with_assets(parser)
     torch.set_num_threads(1)
     args.device = "cpu"
     clock.now = time.process_time
@@ -99,11 +94,9 @@ def main() -> None:
             for batch in range(args.batches):
                 for attack in ATTACKS:
                     if attack.kind in args.attacks:
-                        timed = attack(seconds=args.seconds)
-                        answers.append(ask(timed, model, corpus, size, noise, batch, args))
-                        if args.json:
-                            kept = [answer._asdict() for answer in answers]
-                            args.json.write_text(json.dumps(kept, indent=1) + "\n")
+                        limited = attack(seconds=args.seconds)
+                        answers.append(ask(limited, model, corpus, size, noise, batch, args))
+                        keep(answers, args.json)
             for attack in ATTACKS:
                 some = [answer for answer in answers if answer[:3] == (size, noise, attack.kind)]
                 if some:
@@ -119,33 +112,19 @@ def observed(
     """Returns what the server sees of a batch, and the truth."""
     at = slice(batch * size, (batch + 1) * size)
     ids = data.tokenise(corpus.texts[at], model.encode, limit=model.max_length, max_length=None)
-    update = local_update_(model, ids, corpus.labels[at], local(size), seed=args.seed)
-    numbers = sum(value.numel() for value in update.tensors.values())
-    square = sum(float(value.double().square().sum()) for value in update.tensors.values())
-    rng, scale = stream(args.seed, "noise", batch), noise * (square / numbers) ** 0.5
-    tensors = {
-        name: value + scale * torch.randn(value.shape, generator=rng) if noise else value
-        for name, value in update.tensors.items()
-    }
+    update = local_update_(model, ids, corpus.labels[at], gradient_of(size), seed=args.seed)
+    rng, scale = stream(args.seed, "noise", batch), noise * root_mean_square(update.tensors)
+    if noise:
+        update = with_noise(update, scale, rng)
     order = sorted(range(size), key=lambda i: -len(ids[i]))
-    facts = Knowledge(
-        lengths=tuple(len(ids[i]) for i in order),
-        labels=tuple(corpus.labels[at][i] for i in order),
-        noise_scale=scale,
-    )
-    knowledge = replace(
-        Knowledge(local_steps=1, dropout=False),
-        **{name: getattr(facts, name) for name in args.told},
-    )
-    update = ClientUpdate(UpdateKind.GRADIENT, tensors, size)
+    facts: dict[str, Any] = {
+        "lengths": tuple(len(ids[i]) for i in order),
+        "labels": tuple(corpus.labels[at][i] for i in order),
+        "noise_scale": scale,
+    }
+    granted = {name: facts[name] for name in args.told}
+    knowledge = Knowledge(local_steps=1, dropout=False, **granted)
     return Observation(round=1, client=0, update=update, knowledge=knowledge), [*map(tuple, ids)]
-
-
-def local(size: int) -> LocalTraining:
-    """Returns one step on the whole batch."""
-    return LocalTraining(
-        kind=UpdateKind.GRADIENT, batch_size=size, epochs=1, learning_rate=1e-4, dropout=False
-    )
 
 
 def ask(
@@ -159,14 +138,8 @@ def ask(
 ) -> Answer:
     """Attacks a batch and scores the answer."""
     seen, ids = observed(model, corpus, size, noise, batch, args)
-    begin = time.process_time()
-    answer = attack(seen, model, rng=stream(args.seed, attack.kind, batch))
-    seconds = time.process_time() - begin
-    special = model.special_ids()
-    truth, recovered = (
-        [tuple(t for t in sequence if t not in special) for sequence in sequences]
-        for sequences in (ids, (answer.sequences or ())[:size])
-    )
+    answer, seconds = timed(attack, seen, model, stream(args.seed, attack.kind, batch))
+    truth, recovered = content(model, ids), content(model, (answer.sequences or ())[:size])
     return Answer(
         size=size,
         noise=noise,
@@ -204,7 +177,7 @@ def cost(model: LanguageModel, corpus: Corpus, size: int, args: Any) -> str:
     single = next(attack for attack in ATTACKS if attack.kind == both.diagnostics["from"][0])()
     step, its, auto = in_turns(
         [
-            lambda: local_update_(model, ids, labels, local(size), seed=args.seed),
+            lambda: local_update_(model, ids, labels, gradient_of(size), seed=args.seed),
             lambda: alone(single),
             lambda: alone(Auto()),
         ],

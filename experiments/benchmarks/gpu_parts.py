@@ -7,7 +7,6 @@ import platform
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,6 +15,7 @@ from typing import Any
 import gradient_matching
 import torch
 from gpu_figures import ROOT, Figure, Settings, Skip, Value
+from material import gradient_of
 from subspace_attacks import Case, measure
 from transformers import (
     BertConfig,
@@ -35,8 +35,7 @@ from fedleak.store import records
 from fedleak.store.records import Answer
 from fedleak.store.run import Key
 from fedleak.training.local import local_update_
-from fedleak.training.observation import Knowledge, Observation, UpdateKind
-from fedleak.training.settings import LocalTraining
+from fedleak.training.observation import Knowledge, Observation
 from fedleak.util.rng import stream
 
 
@@ -187,10 +186,7 @@ def stories15m(settings: Settings) -> Iterator[Figure]:
     Raises:
         Skip: It is not there.
     """
-    path = _asset(settings, "models/stories15m")
-    model = loading.load(
-        ModelSpec(name=str(path), task=CAUSAL_LM, num_labels=2, seed=settings.seed)
-    )
+    model = _model(str(_asset(settings, "models/stories15m")), CAUSAL_LM, settings.seed)
     sizes = (1,) if settings.small else (1, 4, 16)
     yield from _recovered("stories15m", model, [(Dager(), sizes)], settings)
 
@@ -204,15 +200,8 @@ def _recovered(
     """Yields what attacks recover, and how long they take beside one thread of the CPU."""
     shape = f"{model.num_layers}x{model.hidden_size}"
     batches = 1 if settings.small else 3
-    corpus = data.read_split(
-        "builtin/notes",
-        split="train",
-        text=None,
-        label=None,
-        samples=batches * max(max(sizes) for _, sizes in attacks),
-        held_out=0,
-        seed=settings.seed,
-    ).train
+    samples = batches * max(max(sizes) for _, sizes in attacks)
+    corpus = _made_up(samples, 0, settings).train
     for attack, sizes in attacks:
         for size in sizes:
             case = Case(f"{name}-{attack.kind}", name, attack, (size,))
@@ -241,9 +230,7 @@ def _recovered(
 
 def random_gpt2(settings: Settings) -> LanguageModel:
     """Returns a next-token GPT-2 with random weights and its full vocabulary."""
-    like = loading.load(
-        ModelSpec(name="builtin/gpt2-tiny", task=CAUSAL_LM, num_labels=2, seed=settings.seed)
-    )
+    like = _model("builtin/gpt2-tiny", CAUSAL_LM, settings.seed)
     if settings.small:
         return like
     config = GPT2Config(attn_implementation="eager", pad_token_id=like.tokenizer.pad_token_id)
@@ -253,9 +240,7 @@ def random_gpt2(settings: Settings) -> LanguageModel:
 
 def random_bert(settings: Settings) -> LanguageModel:
     """Returns a BERT classifier with random weights and its full vocabulary."""
-    like = loading.load(
-        ModelSpec(name="builtin/bert-tiny", task=CLASSIFICATION, num_labels=2, seed=settings.seed)
-    )
+    like = _model("builtin/bert-tiny", CLASSIFICATION, settings.seed)
     if settings.small:
         return like
     config = BertConfig(
@@ -275,9 +260,7 @@ def matching(settings: Settings) -> Iterator[Figure]:
         made = gradient_matching.bench(
             size, tokens, victims, vocabulary, settings.seed, device=torch.device(settings.device)
         )
-        with ExitStack() as listening:
-            for judge in (made.exact, made.rough):
-                listening.enter_context(judge.batch_gradients.ready())
+        with made.ready():
             for line in gradient_matching.measure(made, repeats, 4 if settings.small else 10):
                 composed = line.name.startswith("schedule")
                 yield Figure(
@@ -307,12 +290,9 @@ def cola(settings: Settings) -> Iterator[Figure]:
     model.module.to(settings.device)
     ids = data.tokenise(corpus.texts, model.encode, limit=model.max_length, max_length=None)
     others = data.tokenise(held_out.texts, model.encode, limit=model.max_length, max_length=None)
-    how = LocalTraining(
-        kind=UpdateKind.GRADIENT, batch_size=1, epochs=1, learning_rate=5e-5, dropout=False
-    )
     seen = []
     for client, (tokens, label) in enumerate(zip(ids, corpus.labels, strict=True)):
-        update = local_update_(model, [tokens], [label], how, seed=settings.seed)
+        update = local_update_(model, [tokens], [label], gradient_of(1), seed=settings.seed)
         facts = Knowledge(
             learning_rate=5e-5,
             local_steps=1,
@@ -388,7 +368,7 @@ def _cola(
     minilm = _asset(settings, "models/minilm-l6-h384")
     sentences = _asset(settings, "data/cola/in_domain_train.tsv")
     prior = _asset(settings, "models/prior-bert-vocab")
-    model = loading.load(ModelSpec(name=str(minilm), task=CLASSIFICATION, num_labels=2, seed=101))
+    model = _model(str(minilm), CLASSIFICATION, 101)
     split = data.read_split(
         str(sentences), split="train", text=3, label=1, samples=number, held_out=100, seed=101
     )
@@ -397,19 +377,26 @@ def _cola(
 
 def _notes(settings: Settings, number: int) -> tuple[LanguageModel, data.Corpus, data.Corpus]:
     """Returns the built-in BERT, notes, and others."""
-    model = loading.load(
-        ModelSpec(name="builtin/bert-tiny", task=CLASSIFICATION, num_labels=2, seed=settings.seed)
-    )
-    split = data.read_split(
+    split = _made_up(number, 20, settings)
+    return _model("builtin/bert-tiny", CLASSIFICATION, settings.seed), split.train, split.held_out
+
+
+def _made_up(samples: int, held_out: int, settings: Settings) -> data.Split:
+    """Returns built-in notes."""
+    return data.read_split(
         "builtin/notes",
         split="train",
         text=None,
         label=None,
-        samples=number,
-        held_out=20,
+        samples=samples,
+        held_out=held_out,
         seed=settings.seed,
     )
-    return model, split.train, split.held_out
+
+
+def _model(name: str, task: str, seed: int) -> LanguageModel:
+    """Returns a model; what it lacks is made from random numbers of the seed."""
+    return loading.load(ModelSpec(name=name, task=task, num_labels=2, seed=seed))
 
 
 def _asset(settings: Settings, path: str) -> Path:

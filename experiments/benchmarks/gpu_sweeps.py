@@ -6,6 +6,7 @@ in turns, in one run.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from unittest import mock
 
 import torch
 from clocks import in_turns
@@ -151,12 +152,8 @@ def _with(device: torch.device, value: int, do: Callable[[], object]) -> Callabl
     """Returns the same with another value of `TOGETHER`."""
 
     def changed() -> None:
-        before = gradient_distance.TOGETHER[device.type]
-        gradient_distance.TOGETHER[device.type] = value
-        try:
+        with mock.patch.dict(gradient_distance.TOGETHER, {device.type: value}):
             do()
-        finally:
-            gradient_distance.TOGETHER[device.type] = before
 
     return changed
 

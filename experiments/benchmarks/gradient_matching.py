@@ -23,21 +23,22 @@ their score, likelihood included), and of the gradient relative to its largest e
 table is the most memory that tensors take beside models and observed gradients, per victim.
 """
 
-import argparse
 import copy
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+from arguments import parser_of
 from clocks import CPU, in_turns, peak
+from material import bert_config
 from straightforward import Attack, Search, gradients, scores
 from torch import Tensor
-from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
+from transformers import BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 from fedleak import models
 from fedleak.attacks.matching import optimizer, reorderings
@@ -146,6 +147,12 @@ class Bench(NamedTuple):
         """Returns the objective of the first victim alone."""
         return objective.take(torch.tensor([0]))
 
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """Lets both objectives listen to their models within the block."""
+        with self.exact.batch_gradients.ready(), self.rough.batch_gradients.ready():
+            yield
+
     def rngs(self, rows: int) -> list[torch.Generator]:
         """Returns a stream of random numbers for each row."""
         return [torch.Generator().manual_seed(self.seed + r) for r in range(rows)]
@@ -153,9 +160,7 @@ class Bench(NamedTuple):
 
 def main() -> None:
     """Runs the benchmark."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--sizes", nargs="+", default=["6x384", "12x768"])
     parser.add_argument("--tokens", type=int, default=16, help="of a sentence, special ones too")
     parser.add_argument("--victims", type=int, default=8, help="in a batch")
@@ -174,9 +179,7 @@ def main() -> None:
         made = bench(
             size, args.tokens, args.victims, args.vocabulary, args.seed, device=args.device
         )
-        with ExitStack() as listening:
-            for judge in (made.exact, made.rough):
-                listening.enter_context(judge.batch_gradients.ready())
+        with made.ready():
             print(heading(size), flush=True)
             for line in measure(made, args.repeats, args.scored):
                 print(row(line), flush=True)
@@ -220,14 +223,7 @@ def bench(
     lengths = lengths or [tokens] * victims
     torch.manual_seed(seed)
     heads = max(1, size.hidden // 64)
-    config = BertConfig(
-        vocab_size=vocabulary,
-        hidden_size=size.hidden,
-        num_hidden_layers=size.layers,
-        num_attention_heads=heads,
-        intermediate_size=4 * size.hidden,
-        attn_implementation="eager",
-    )
+    config = bert_config(vocabulary, size.layers, size.hidden, heads)
     module = BertForSequenceClassification(config).eval().to(device)
     model = LanguageModel(
         module=module,

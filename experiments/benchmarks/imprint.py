@@ -22,9 +22,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from time import process_time
 
 import torch
+from material import sentences, timed, update_of
 from torch import Tensor
 
 from fedleak import attacks
@@ -32,7 +32,7 @@ from fedleak.attacks import server_modes
 from fedleak.audit.metrics.intervals import clustered_mean
 from fedleak.models import CLASSIFICATION, LanguageModel, ModelSpec, load_parameters_, loading
 from fedleak.models.lora import Lora
-from fedleak.training.local import local_update_
+from fedleak.report.words import interval
 from fedleak.training.observation import Example, Knowledge, Observation, UpdateKind
 from fedleak.training.recipe import Recipe
 from fedleak.training.settings import LocalTraining
@@ -60,15 +60,9 @@ RATES = {"sgd": 0.05, "adamw": 1e-4}
 """Learning rates of clients."""
 
 
-def sentences(name: str) -> list[str]:
+def shuffled(name: str) -> list[str]:
     """Returns all sentences of a data set, shuffled."""
-    folder = ASSETS / "data" / name
-    if name == "cola":
-        rows = (folder / "in_domain_train.tsv").read_text().splitlines()
-        texts = [row.split("\t")[3] for row in rows]
-    else:
-        files = sorted(folder.glob("rt-polarity.utf8.*"))
-        texts = [row.strip() for file in files for row in file.read_text().splitlines()]
+    texts = sentences(ASSETS / "data", name)
     random.Random(0).shuffle(texts)
     return texts
 
@@ -104,10 +98,7 @@ def observed(
         dropout=False,
         recipe=recipe,
     )
-    before = {name: value.clone() for name, value in model.parameters().items()}
-    update = local_update_(model, ids, labels, local, seed=seed)
-    load_parameters_(model, before)
-    model.module.zero_grad()
+    update = update_of(model, ids, labels, local, seed)
     known = Knowledge(
         learning_rate=local.learning_rate,
         local_steps=max(steps, 1),
@@ -121,7 +112,7 @@ def observed(
 
 def row(spec: ModelSpec, kind: str, name: str, size: int, setting: str, batches: int) -> str:
     """Returns a line of the table."""
-    texts = sentences(name)
+    texts = shuffled(name)
     half = len(texts) // 2
     model = loading.load(spec)
     public = [Example(tuple(ids), 0) for ids in model.encode(texts[half : half + PUBLIC])]
@@ -133,9 +124,8 @@ def row(spec: ModelSpec, kind: str, name: str, size: int, setting: str, batches:
     for batch in range(batches):
         drawn = random.Random(batch).sample(texts[:half], size)
         seen, truth = observed(model, drawn, SETTINGS[setting], kind, batch)
-        begun = process_time()
-        answer = attacks.kinds()[kind]()(seen, model, rng=stream(batch, "attack"))
-        seconds += process_time() - begun
+        answer, taken = timed(attacks.kinds()[kind](), seen, model, stream(batch, "attack"))
+        seconds += taken
         certain = Counter((answer.sequences or ())[: answer.diagnostics.get("certified", 0)])
         if answer.verified:
             certain = Counter(answer.sequences or ())
@@ -147,9 +137,8 @@ def row(spec: ModelSpec, kind: str, name: str, size: int, setting: str, batches:
         wrong += (certain - truth).total()
         proved += answer.verified
     cells = " | ".join(
-        f"{100 * s.mean:.1f} [{100 * s.low:.1f}, {100 * s.high:.1f}]"
+        interval(clustered_mean(values, list(range(batches)), most=1.0), 100, places=1)
         for values in (read, right, tokens)
-        for s in (clustered_mean(values, list(range(batches)), most=1.0),)
     )
     return (
         f"| {kind} | {name} | {size} | {setting} | {batches} | {cells} | {wrong} | {proved} "

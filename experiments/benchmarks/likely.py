@@ -23,9 +23,6 @@ called likely, of all, of those that were read, and of the others, with Wilson's
 answer without a guess says nothing of any text, and counts as so many texts that are not likely.
 """
 
-import argparse
-import json
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,8 +30,9 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
-from ensemble import local
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+from arguments import parser_of, with_assets
+from material import gradient_of, keep, root_mean_square, save_random, timed
+from subspace_attacks import read_corpus
 
 from fedleak import data
 from fedleak.attacks import clock
@@ -45,7 +43,7 @@ from fedleak.data.notes import notes
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec, builtin, loading
 from fedleak.models.lora import Lora
 from fedleak.training.local import local_update_
-from fedleak.training.observation import ClientUpdate, Knowledge, Observation, UpdateKind
+from fedleak.training.observation import Knowledge, Observation
 from fedleak.util.rng import stream
 
 NULL = ("noise", "shuffled", "other", "lora", "hidden")
@@ -84,19 +82,14 @@ class Text(NamedTuple):
 
 def main() -> None:
     """Runs the benchmark."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--kinds", nargs="+", default=[*NULL, *POWER])
     parser.add_argument("--models", nargs="+", default=[*MODELS], choices=[*MODELS])
     parser.add_argument("--updates", type=int, default=10, help="of each kind and model")
     parser.add_argument("--first", type=int, default=0, help="number of the first update")
     parser.add_argument("--seconds", type=float, default=3.0, help="for an update")
-    parser.add_argument("--assets", type=Path, default=os.environ.get("FEDLEAK_ASSETS"))
     parser.add_argument("--json", type=Path, help="keep the texts in this file")
-    args = parser.parse_args()
-    if args.assets is None:
-        parser.error("say where models and data are: --assets, or FEDLEAK_ASSETS")
+    args = with_assets(parser)
     torch.set_num_threads(1)
     clock.now = time.process_time
     texts: list[Text] = []
@@ -106,9 +99,7 @@ def main() -> None:
             server = load(name, False, kind == "lora", args) if kind == "other" else client
             for number in range(args.first, args.first + args.updates):
                 texts += ask(kind, name, number, client, server, args)
-                if args.json:
-                    kept = [text._asdict() for text in texts]
-                    args.json.write_text(json.dumps(kept, indent=1) + "\n")
+                keep(texts, args.json)
             print(
                 line(kind, name, [t for t in texts if (t.kind, t.model) == (kind, name)]),
                 flush=True,
@@ -126,10 +117,7 @@ def load(name: str, other: bool, lora: bool, args: Any) -> LanguageModel:
     )
     with TemporaryDirectory() as folder:
         if other:
-            torch.manual_seed(12345)
-            kind = AutoModelForCausalLM if MODELS[name] == CAUSAL_LM else AutoModel
-            kind.from_config(AutoConfig.from_pretrained(source)).save_pretrained(folder)
-            AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+            save_random(source, folder, MODELS[name], seed=12345)
         spec = ModelSpec(
             name=folder if other else str(source),
             task=MODELS[name],
@@ -144,11 +132,7 @@ def corpus(name: str, args: Any) -> Sequence[str]:
     """Returns texts."""
     if name in builtin.BUILTIN:
         return [note.text for note in notes(TEXTS, seed=3)]
-    path = args.assets / "data/cola/out_of_domain_dev.tsv"
-    drawn = data.read_split(
-        str(path), split="train", text=3, label=1, samples=TEXTS, held_out=0, seed=3
-    )
-    return drawn.train.texts
+    return read_corpus(args.assets, 3, TEXTS).texts
 
 
 def observed(
@@ -160,28 +144,25 @@ def observed(
     drawn, rng = corpus(name, args), stream(number, kind, name)
     batch = [drawn[(4 * number + i) % len(drawn)] for i in range(size)]
     ids = data.tokenise(batch, model.encode, limit=model.max_length, max_length=24)
-    sent = local_update_(model, ids, [i % 2 for i in range(size)], local(size), seed=number)
-    tensors = dict(sent.tensors)
-    numbers = sum(value.numel() for value in tensors.values())
-    rms = (sum(float(v.double().square().sum()) for v in tensors.values()) / numbers) ** 0.5
+    sent = local_update_(model, ids, [i % 2 for i in range(size)], gradient_of(size), seed=number)
+    rms = root_mean_square(sent.tensors)
 
     def noise(value: torch.Tensor) -> torch.Tensor:
         drawn: torch.Tensor = rms * torch.randn(value.shape, generator=rng)
         return drawn
 
+    def shuffled(value: torch.Tensor) -> torch.Tensor:
+        return value.flatten()[torch.randperm(value.numel(), generator=rng)].view(value.shape)
+
     if kind == "noise":
-        tensors = {n: noise(value) for n, value in tensors.items()}
+        sent = sent.changed(noise)
     elif kind == "shuffled":
-        tensors = {
-            n: value.flatten()[torch.randperm(value.numel(), generator=rng)].view(value.shape)
-            for n, value in tensors.items()
-        }
+        sent = sent.changed(shuffled)
     elif kind == "hidden":
-        tensors = {n: value + HIDDEN * noise(value) for n, value in tensors.items()}
+        sent = sent.changed(lambda value: value + HIDDEN * noise(value))
     elif kind.startswith("noise-"):
         scale = float(kind.removeprefix("noise-"))
-        tensors = {n: value + scale * noise(value) for n, value in tensors.items()}
-    update = ClientUpdate(UpdateKind.GRADIENT, tensors, size)
+        sent = sent.changed(lambda value: value + scale * noise(value))
     order = sorted(range(size), key=lambda i: -len(ids[i]))
     known = Knowledge(
         local_steps=1,
@@ -189,7 +170,7 @@ def observed(
         lengths=tuple(len(ids[i]) for i in order),
         labels=tuple(i % 2 for i in order) if model.task == CLASSIFICATION else None,
     )
-    return Observation(round=1, client=number, update=update, knowledge=known), batch
+    return Observation(round=1, client=number, update=sent, knowledge=known), batch
 
 
 def ask(
@@ -197,9 +178,7 @@ def ask(
 ) -> list[Text]:
     """Attacks an update, and returns the texts of the answer."""
     seen, batch = observed(kind, name, number, client, args)
-    begin = time.process_time()
-    answer = Auto(seconds=args.seconds)(seen, server, rng=stream(number, "auto"))
-    seconds = time.process_time() - begin
+    answer, seconds = timed(Auto(seconds=args.seconds), seen, server, stream(number, "auto"))
     likely = answer.diagnostics.get("likely", [False] * seen.update.num_examples)
     guesses = (answer.sequences or ((),) * seen.update.num_examples)[: len(likely)]
     return [

@@ -26,7 +26,6 @@ and the share of members found where 5 % of the others are accused. Then CPU sec
 """
 
 import argparse
-import os
 import random
 import time
 from collections import defaultdict
@@ -37,6 +36,8 @@ from typing import NamedTuple, get_args
 
 import numpy as np
 import torch
+from arguments import parser_of, with_assets
+from material import sentences, update_of
 from torch import Tensor
 
 from fedleak.attacks.membership.likelihood import Public, covariance, gradients, nulls, products
@@ -64,9 +65,7 @@ class Federation(NamedTuple):
 
 def main() -> None:
     """Runs the benchmark."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, help="a folder; left out: stories15m")
     parser.add_argument("--text", choices=["cola", "rotten_tomatoes"], default="cola")
     parser.add_argument("--tokens", type=int, default=64, help="of a text at most")
@@ -79,17 +78,14 @@ def main() -> None:
     parser.add_argument("--sums", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--seed", type=int, default=1, help="of the order of the texts")
     parser.add_argument("--precision", default="bfloat16-mixed", choices=get_args(Precision))
-    parser.add_argument("--assets", type=Path, default=os.environ.get("FEDLEAK_ASSETS"))
-    args = parser.parse_args()
-    if args.assets is None:
-        parser.error("say where models and data are: --assets, or FEDLEAK_ASSETS")
+    args = with_assets(parser)
     torch.set_num_threads(1)
     folder = args.model or args.assets / "models" / "stories15m"
     lora = Lora(32, 64.0, None, 0.075)
     spec = ModelSpec(name=str(folder), task=CAUSAL_LM, num_labels=1, seed=0, lora=lora)
     model = loading.load(spec)
-    sentences = texts(args.assets / "data", args.text, args.seed)
-    ids = [tuple(tokens[: args.tokens]) for tokens in model.encode(sentences)]
+    drawn = texts(args.assets / "data", args.text, args.seed)
+    ids = [tuple(tokens[: args.tokens]) for tokens in model.encode(drawn)]
     corpus = [text for text in dict.fromkeys(ids) if len(text) > 5]
     pooled: dict[tuple[int, str], list[list[Tensor]]] = defaultdict(list)
     for number, trained in enumerate(rounds(model, corpus, args), 1):
@@ -104,13 +100,7 @@ def main() -> None:
 
 def texts(folder: Path, name: str, seed: int) -> list[str]:
     """Returns the texts of a corpus in an order that a seed makes."""
-    if name == "cola":
-        lines = (folder / "cola" / "in_domain_train.tsv").read_text("utf-8").splitlines()
-        corpus = [row.split("\t")[3] for row in lines]
-    else:
-        files = sorted((folder / "rotten_tomatoes").glob("rt-polarity.utf8.*"))
-        corpus = [row.strip() for file in files for row in file.read_text("utf-8").splitlines()]
-    corpus = sorted(set(corpus))
+    corpus = sorted(set(sentences(folder, name)))
     random.Random(seed).shuffle(corpus)
     return corpus
 
@@ -139,23 +129,15 @@ def rounds(
     of_references = [others[-SIZE * (i + 1) :][:SIZE] for i in range(args.references)]
     others = others[: len(others) - SIZE * args.references]
     for number in range(args.rounds):
-        start = {name: value.clone() for name, value in model.trained().items()}
         updates = []
         for client, batch in enumerate([*members, *of_references]):
             seed = number * (args.clients + args.references) + client
-            update = local_update_(model, batch, [0] * SIZE, local, seed=seed)
-            updates.append(dict(update.tensors))
-            moved_(model, start)
+            updates.append(dict(update_of(model, batch, [0] * SIZE, local, seed).tensors))
         references, updates = updates[args.clients :], updates[: args.clients]
         yield Federation(updates, references, members, others)
-        moved_(model, {name: value + mean(updates)[name] for name, value in start.items()})
-
-
-def moved_(model: LanguageModel, weights: Mapping[str, Tensor]) -> None:
-    """Gives a model other adapters."""
-    with torch.no_grad():
-        for name, value in model.trained().items():
-            value.copy_(weights[name])
+        step = mean(updates)
+        for name, value in model.parameters().items():
+            value.add_(step[name])
 
 
 def mean(updates: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -19,10 +19,7 @@ it takes more than `--memory` GB. Prints a line per case that was late (`--all`:
 worst of each attack, and the worst of all.
 """
 
-import argparse
-import json
 import multiprocessing
-import os
 import resource
 import sys
 import time
@@ -32,21 +29,15 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
-from ensemble import local
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+from arguments import parser_of, with_assets
+from material import gradient_of, keep, root_mean_square, save_random
 
 from fedleak import attacks
 from fedleak.attacks import clock
+from fedleak.defenses.gaussian_noise import with_noise
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec, builtin, loading
 from fedleak.training.local import local_update_
-from fedleak.training.observation import (
-    Candidates,
-    ClientUpdate,
-    Example,
-    Knowledge,
-    Observation,
-    UpdateKind,
-)
+from fedleak.training.observation import Candidates, Example, Knowledge, Observation
 from fedleak.util.rng import stream
 
 POSITIONS = 512
@@ -85,9 +76,7 @@ class Result(NamedTuple):
 
 def main() -> None:
     """Runs the benchmark."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of(__doc__)
     kinds = [*sorted(attacks.always_on()), *sorted(attacks.kinds().keys() - attacks.always_on())]
     parser.add_argument("--attacks", nargs="+", default=kinds, choices=kinds)
     parser.add_argument("--models", nargs="+", default=[*TASKS], choices=[*TASKS, *OPTIONAL])
@@ -98,12 +87,9 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=60.0, help="CPU seconds of a case")
     parser.add_argument("--memory", type=float, default=12.0, help="GB of address space of a case")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--assets", type=Path, default=os.environ.get("FEDLEAK_ASSETS"))
     parser.add_argument("--json", type=Path, help="keep the results in this file")
     parser.add_argument("--all", action="store_true", help="print a line for every case")
-    args = parser.parse_args()
-    if args.assets is None:
-        parser.error("say where models are: --assets, or FEDLEAK_ASSETS")
+    args = with_assets(parser)
     torch.set_num_threads(1)
     results: list[Result] = []
     print(HEADING, flush=True)
@@ -121,9 +107,7 @@ def main() -> None:
                         results.append(ask(case, observation, model, args))
                         if args.all or late(results[-1], args):
                             print(line(results[-1], args), flush=True)
-                        if args.json:
-                            kept = [result._asdict() for result in results]
-                            args.json.write_text(json.dumps(kept, indent=1) + "\n")
+                        keep(results, args.json)
     print("\nthe worst of each attack\n" + HEADING)
     for attack in args.attacks:
         print(line(max((r for r in results if r.case.attack == attack), key=length), args))
@@ -138,11 +122,7 @@ def load(name: str, args: Any) -> LanguageModel:
     if name in builtin.BUILTIN:
         with TemporaryDirectory() as folder:
             source = builtin.folder(name)
-            config = AutoConfig.from_pretrained(source, max_position_embeddings=POSITIONS)
-            torch.manual_seed(args.seed)
-            kind = AutoModelForCausalLM if task == CAUSAL_LM else AutoModel
-            kind.from_config(config).save_pretrained(folder)
-            AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+            save_random(source, folder, task, args.seed, max_position_embeddings=POSITIONS)
             return loading.load(ModelSpec(name=folder, task=task, num_labels=2, seed=args.seed))
     path = args.assets / "models" / {"minilm": "minilm-l6-h384"}.get(name, name)
     return loading.load(ModelSpec(name=str(path), task=task, num_labels=2, seed=args.seed))
@@ -157,18 +137,11 @@ def update(model: LanguageModel, tokens: int, size: int, noisy: bool, args: Any)
     )
     batch = listed[:size]
     labels = [example.label or 0 for example in batch]
-    sent = local_update_(
-        model, [example.ids for example in batch], labels, local(size), seed=args.seed
-    )
-    numbers = sum(value.numel() for value in sent.tensors.values())
-    square = sum(float(value.double().square().sum()) for value in sent.tensors.values())
-    scale = NOISE * (square / numbers) ** 0.5 if noisy else 0.0
-    tensors = {
-        name: value + scale * torch.randn(value.shape, generator=rng)
-        for name, value in sent.tensors.items()
-    }
+    ids = [example.ids for example in batch]
+    sent = local_update_(model, ids, labels, gradient_of(size), seed=args.seed)
+    if noisy:
+        sent = with_noise(sent, NOISE * root_mean_square(sent.tensors), rng)
     known = Knowledge(local_steps=1, dropout=False, candidates=Candidates(listed, public))
-    sent = ClientUpdate(UpdateKind.GRADIENT, tensors if noisy else sent.tensors, size)
     return Observation(round=1, client=0, update=sent, knowledge=known)
 
 

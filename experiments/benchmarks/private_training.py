@@ -13,32 +13,25 @@ ever held above what the loaded model takes, sampled every millisecond. CPU seco
 the median of `--repeats`, each beside the plain one of the same process.
 """
 
-import argparse
 import multiprocessing
-import statistics
-import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import psutil
 import torch
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    GPT2Config,
-    GPT2ForSequenceClassification,
-)
+from arguments import parser_of
+from clocks import Most, in_turns
+from material import bert_config, gradient_of
+from transformers import BertForSequenceClassification, GPT2Config, GPT2ForSequenceClassification
 
 from fedleak import models
 from fedleak.models import LanguageModel
 from fedleak.models.lora import Lora, adapt_
 from fedleak.training import private_steps
 from fedleak.training.local import local_update_
-from fedleak.training.observation import UpdateKind
-from fedleak.training.settings import LocalTraining, PrivateSteps
+from fedleak.training.settings import PrivateSteps
 from fedleak.training.steps import Batch
 from fedleak.util.rng import stream
 
@@ -65,8 +58,7 @@ class Case:
     tokens: int
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """Of one gradient: CPU seconds, and MiB above the loaded model."""
 
     seconds: float
@@ -75,9 +67,7 @@ class Cost:
 
 def main() -> None:
     """Prints a line per case and way."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--sizes", nargs="+", default=["6x384"], help="layers x width")
     parser.add_argument("--batches", nargs="+", type=int, default=[4, 16])
     parser.add_argument("--tokens", type=int, default=16)
@@ -96,21 +86,21 @@ def main() -> None:
 def lines(case: Case, repeats: int) -> Iterator[str]:
     """Yields the lines of one case."""
     name = f"{case.family} {case.layers}x{case.width}{', LoRA' if case.lora else ''}"
-    plain = apart(case, PLAIN, repeats)
-    for way in (PLAIN, EXAMPLES, GHOST):
-        cost = plain if way == PLAIN else apart(case, way, repeats)
-        used = (way == EXAMPLES) if case.lora else (way == GHOST)
+    costs = {way: apart(measure, case, way, repeats) for way in (PLAIN, EXAMPLES, GHOST)}
+    for way, cost in costs.items():
+        ratio = cost.seconds / costs[PLAIN].seconds
+        used = way == (EXAMPLES if case.lora else GHOST)
         yield (
             f"| {name} | {case.batch} | {way} | {1000 * cost.seconds:.0f} | "
-            f"{cost.seconds / plain.seconds:.1f} | {cost.mib:.0f} | {'yes' if used else ''} |"
+            f"{ratio:.1f} | {cost.mib:.0f} | {'yes' if used else ''} |"
         )
 
 
-def apart(case: Case, way: str, repeats: int) -> Cost:
-    """Returns the cost, measured in a process of its own."""
+def apart(measured: Callable[..., Cost], *arguments: Any) -> Cost:
+    """Returns a cost, measured in a process of its own."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn) as pool:
-        return pool.submit(measure, case, way, repeats).result()
+        return pool.submit(measured, *arguments).result()
 
 
 def measure(case: Case, way: str, repeats: int) -> Cost:
@@ -120,26 +110,25 @@ def measure(case: Case, way: str, repeats: int) -> Cost:
     rng = stream(0, "benchmark")
     ids = torch.randint(VOCABULARY, (case.batch, case.tokens), generator=rng).tolist()
     labels = [i % 2 for i in range(case.batch)]
-    gradient = work(model, way, ids, labels)
-    with peak() as most:
-        gradient()
-    seconds = []
-    for _ in range(repeats):
-        start = time.process_time()
-        gradient()
-        seconds.append(time.process_time() - start)
-    return Cost(statistics.median(seconds), most[0] / 2**20)
+    return cost_of(work(model, way, ids, labels), repeats)
+
+
+def cost_of(do: Callable[[], object], repeats: int) -> Cost:
+    """Returns what an action costs in this process."""
+    own = psutil.Process()
+    before = own.memory_info().rss
+    with Most(lambda: int(own.memory_info().rss - before), 0.001) as most:
+        do()
+    (seconds,) = in_turns([do], repeats)
+    return Cost(seconds, most.value / 2**20)
 
 
 def work(
     model: LanguageModel, way: str, ids: list[list[int]], labels: list[int]
 ) -> Callable[[], object]:
     """Returns what is timed."""
-    local = LocalTraining(
-        kind=UpdateKind.GRADIENT, batch_size=len(ids), epochs=1, learning_rate=0.1, dropout=False
-    )
     if way == PLAIN:
-        return lambda: local_update_(model, ids, labels, local, seed=0)
+        return lambda: local_update_(model, ids, labels, gradient_of(len(ids)), seed=0)
     private = PrivateSteps(1.0, 1.0, "fixed")
     return lambda: private_steps.private_gradient(
         model,
@@ -158,16 +147,8 @@ def made(case: Case) -> LanguageModel:
     family = models.families()[case.family]
     module: torch.nn.Module
     if case.family == "bert":
-        module = BertForSequenceClassification(
-            BertConfig(
-                vocab_size=VOCABULARY,
-                hidden_size=case.width,
-                num_hidden_layers=case.layers,
-                num_attention_heads=case.width // 32,
-                intermediate_size=4 * case.width,
-                attn_implementation="eager",
-            )
-        )
+        config = bert_config(VOCABULARY, case.layers, case.width, case.width // 32)
+        module = BertForSequenceClassification(config)
     else:
         module = GPT2ForSequenceClassification(
             GPT2Config(
@@ -190,25 +171,6 @@ class _Padding:
     """All that training asks of a tokenizer."""
 
     pad_token_id = 0
-
-
-@contextmanager
-def peak() -> Iterator[list[float]]:
-    """Yields a list whose one number is the memory held at most, above that at the start."""
-    own, most, done = psutil.Process(), [0.0], threading.Event()
-    before = own.memory_info().rss
-
-    def watch() -> None:
-        while not done.wait(0.001):
-            most[0] = max(most[0], own.memory_info().rss - before)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        yield most
-    finally:
-        done.set()
-        watcher.join()
 
 
 if __name__ == "__main__":

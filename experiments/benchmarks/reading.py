@@ -28,20 +28,21 @@ Prints a line per size, `--sent` and attack:
 `--keep FILE` adds these figures to a file, a line of JSON each.
 """
 
-import argparse
 import json
-import os
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import fields
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
+from arguments import parser_of, with_assets
+from material import update_of
 from subspace_attacks import GPT2, MINILM, load, read_corpus
 
 from fedleak import data
@@ -60,7 +61,6 @@ from fedleak.defenses.quantize import Quantize
 from fedleak.defenses.sign import Sign
 from fedleak.models import CLASSIFICATION, LanguageModel
 from fedleak.running.workers import attempt
-from fedleak.training.local import local_update_
 from fedleak.training.observation import Knowledge, Observation, UpdateKind
 from fedleak.training.privacy.accounting import FAST_ACCOUNTANT, compose
 from fedleak.training.settings import LocalTraining
@@ -113,9 +113,7 @@ class Answer(NamedTuple):
 
 def main() -> None:
     """Runs the benchmark."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default=MINILM, choices=[MINILM, GPT2])
     parser.add_argument("--texts", default="cola", choices=["cola", "rotten_tomatoes", "wikitext2"])
     parser.add_argument("--words", type=int, nargs=2, default=[20, 30], help="not of cola")
@@ -129,10 +127,7 @@ def main() -> None:
     parser.add_argument("--prior", help="a causal language model")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, metavar="FILE", help="add the figures to this file")
-    parser.add_argument("--assets", type=Path, default=os.environ.get("FEDLEAK_ASSETS"))
-    args = parser.parse_args()
-    if args.assets is None:
-        parser.error("say where models and data are: --assets, or FEDLEAK_ASSETS")
+    args = with_assets(parser)
     torch.set_num_threads(1)
     args.device, args.task, clock.now = "cpu", CLASSIFICATION, time.process_time
     model, texts = load(args.model, args), read_texts(args)
@@ -185,10 +180,7 @@ def observe(
     words, labels = zip(*texts, strict=True)
     ids = data.tokenise(words, model.encode, limit=model.max_length, max_length=None)
     local = defense.training(training(len(ids), args))
-    before = {name: value.clone() for name, value in model.parameters().items()}
-    update = local_update_(model, ids, labels, local, seed=args.seed + number)
-    for name, value in model.module.named_parameters():
-        value.data.copy_(before[name])
+    update = update_of(model, ids, labels, local, seed=args.seed + number)
     update = defense(update, rng=stream(args.seed, "noise", number))
     known = Knowledge(
         learning_rate=local.learning_rate, local_steps=args.steps or 1, dropout=args.dropout
@@ -217,15 +209,10 @@ def make(kind: str, args: Any) -> Attack:
     return made
 
 
-@contextmanager
-def asked_without(kind: str) -> Iterator[None]:
-    """Leaves an attack out of `auto` for a while."""
-    whole = ensemble.ENSEMBLE
-    ensemble.ENSEMBLE = tuple(member for member in whole if member[0].kind != kind)
-    try:
-        yield
-    finally:
-        ensemble.ENSEMBLE = whole
+def asked_without(kind: str) -> AbstractContextManager[object]:
+    """Leaves an attack out of `auto` within the block."""
+    others = tuple(member for member in ensemble.ENSEMBLE if member[0].kind != kind)
+    return mock.patch.object(ensemble, "ENSEMBLE", others)
 
 
 def answered(

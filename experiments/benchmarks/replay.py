@@ -9,10 +9,10 @@ the wrong one has other texts. Classes are not granted.
 import argparse
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Literal
 
 import torch
+from material import known_of
 
 from fedleak.attacks import replay
 from fedleak.data.notes import notes
@@ -25,7 +25,7 @@ from fedleak.models import (
     loading,
 )
 from fedleak.training.local import local_update_
-from fedleak.training.observation import Knowledge, Observation, UpdateKind
+from fedleak.training.observation import Observation, UpdateKind
 from fedleak.training.recipe import Recipe
 from fedleak.training.settings import LocalTraining
 
@@ -69,16 +69,7 @@ def _line(
     update = local_update_(model, own, [i % 2 for i in range(len(own))], how, seed=3)
     step = (time.process_time() - begin) / how.steps(len(own))
     load_parameters_(model, before)
-    known = Knowledge(
-        learning_rate=rate,
-        local_steps=how.steps(len(own)),
-        local_epochs=1,
-        dropout=False,
-        recipe=how.recipe,
-    )
-    seen = Observation(
-        round=1, client=0, update=replace(update, tensors=dict(update.tensors)), knowledge=known
-    )
+    seen = Observation(round=1, client=0, update=update, knowledge=known_of(how, len(own)))
     cells = [f"{step:.2f} s"]
     for answer in (own[::-1], others):
         begin = time.process_time()

@@ -11,7 +11,6 @@ Prints CPU seconds of this process (scoring and writing, as in `fedleak report`)
 file and its SHA-256 without the date; with `--profile` where the time goes.
 """
 
-import argparse
 import cProfile
 import hashlib
 import pstats
@@ -22,8 +21,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from arguments import parser_of
+
 from fedleak.attacks import settings
-from fedleak.attacks.reconstruction import Status
+from fedleak.attacks.reconstruction import Status, tokens_of
 from fedleak.audit.vault import read_truth
 from fedleak.config.experiment import Experiment
 from fedleak.config.federation.lookup import captures_of
@@ -67,7 +68,6 @@ def answers(run: Run, experiment: Experiment) -> Iterator[Answer]:
             ids if (key.client + place) % 3 else ids[: len(ids) // 2] + ids[len(ids) // 2 :][::-1]
             for place, ids in enumerate(truth.sequences)
         ]
-        tokens = tuple(sorted({token for ids in truth.sequences for token in ids}))
         named: dict[str, Any] = {"keyspan": read, "dlg": reversed_texts, "probes": None}
         for attack in experiment.attacks:
             texts = named[attack.name]
@@ -83,7 +83,7 @@ def answers(run: Run, experiment: Experiment) -> Iterator[Answer]:
                 status=Status.RECOVERED,
                 sequences=None if texts is None else tuple(map(tuple, texts)),
                 margins=(),
-                tokens=tokens,
+                tokens=tokens_of(truth.sequences),
                 facts={},
                 diagnostics={},
                 verified=False,
@@ -105,9 +105,7 @@ def made(folder: Path, texts: int) -> Run:
 
 def main() -> None:
     """Runs the benchmark."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--texts", type=int, default=2000)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="make the run here and keep it")

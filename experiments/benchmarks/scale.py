@@ -31,7 +31,6 @@ import multiprocessing
 import shutil
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
@@ -40,6 +39,7 @@ from typing import Any
 
 import psutil
 import torch
+from clocks import Most
 
 from fedleak import models
 from fedleak.config.federation.workload import divide, outline, read_data
@@ -104,29 +104,6 @@ def large_model(folder: Path, layers: int, width: int) -> str:
     return str(folder)
 
 
-class Most:
-    """The most that a number ever was, looked at now and then until it is left."""
-
-    def __init__(self, number: Callable[[], int], seconds: float) -> None:
-        self.value, self._number, self._seconds = 0, number, seconds
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._look)
-
-    def __enter__(self) -> "Most":
-        """Begins."""
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Ends."""
-        self._end.set()
-        self._thread.join()
-
-    def _look(self) -> None:
-        while not self._end.wait(self._seconds):
-            self.value = max(self.value, self._number())
-
-
 def own_memory() -> int:
     """Returns the bytes of this process that are no pages of a file."""
     memory = psutil.Process().memory_info()
@@ -167,35 +144,28 @@ def one_client(settings: dict[str, Any], note: Path) -> None:
     note.write_text(json.dumps({"memory": memory.value, "update": size, "seconds": seconds}))
 
 
+def measured(do: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
+    """Returns an action that adds the time of each of its calls to a number."""
+
+    def action(*arguments: Any, **named: Any) -> Any:
+        begin = time.perf_counter()
+        try:
+            return do(*arguments, **named)
+        finally:
+            seconds[0] += time.perf_counter() - begin
+
+    return action
+
+
 def whole_run(settings: dict[str, Any], path: Path, note: Path) -> None:
     """Trains and attacks, and notes memory, disk and time."""
     experiment = parse(settings)
-    waited, written = [0.0], [0.0]
-
-    def timed(owner: type, name: str, seconds: list[float]) -> None:
-        original = getattr(owner, name)
-
-        def measured(*arguments: Any, **named: Any) -> Any:
-            begin = time.perf_counter()
-            try:
-                return original(*arguments, **named)
-            finally:
-                seconds[0] += time.perf_counter() - begin
-
-        setattr(owner, name, measured)
-
-    timed(Beside, "finish", waited)
-    timed(Captures, "write", written)
-    training = [0.0]
-
-    def train_timed(*arguments: Any) -> None:
-        begin = time.perf_counter()
-        train(*arguments)
-        training[0] = time.perf_counter() - begin
-
+    waited, written, training = [0.0], [0.0], [0.0]
+    Beside.finish = measured(Beside.finish, waited)  # type: ignore[method-assign]
+    Captures.write = measured(Captures.write, written)  # type: ignore[method-assign]
     with Most(own_memory, 0.005) as memory, Most(lambda: disk(path), 0.05) as bytes_:
         run = preparation.prepare(experiment, path)
-        pipeline.carry_out(run, experiment, train_timed)
+        pipeline.carry_out(run, experiment, measured(train, training))
     bound = forecast.bytes_kept(experiment, outline(experiment, run.info()["num_labels"]))
     figures = {
         "memory": memory.value,

@@ -12,7 +12,6 @@ names rightly those that it names in all.
 """
 
 import argparse
-import random
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,14 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from material import known_of, lines_of, timed, update_of
 
 from fedleak.attacks import certificate, clock, kinds, replay
 from fedleak.config.loading import with_defense
 from fedleak.defenses import TrustedAggregator
-from fedleak.models import CAUSAL_LM, LanguageModel, ModelSpec, load_parameters_, loading
+from fedleak.models import CAUSAL_LM, LanguageModel, ModelSpec, loading
 from fedleak.models.lora import Lora
 from fedleak.training.local import local_update_
-from fedleak.training.observation import Knowledge, Observation, UpdateKind
+from fedleak.training.observation import Observation, UpdateKind
 from fedleak.training.recipe import Precision, Recipe
 from fedleak.training.settings import LocalTraining
 from fedleak.util.errors import ConfigError
@@ -93,9 +93,7 @@ def main() -> None:
     dropout = options.lora_dropout
     lora = None if whole else Lora(options.rank, 2 * options.rank, dropout=dropout)
     model = loading.load(ModelSpec(name=options.model, task=CAUSAL_LM, num_labels=2, lora=lora))
-    lines = [line.strip() for line in options.texts.read_text().splitlines()]
-    lines = [line for line in lines if options.words <= len(line.split()) <= 24]
-    random.Random(options.seed).shuffle(lines)
+    lines = lines_of(options.texts, options.words, options.seed)
     of_client = options.batch * options.steps
     needed = WARM + options.clients * of_client
     if len(lines) < needed:
@@ -133,9 +131,7 @@ def main() -> None:
         if defense is not None:
             blurred = defense(seen.update, rng=stream(options.seed, "defense", client))
             seen = replace(seen, update=blurred)
-        begin = time.process_time()
-        answer = attack(seen, model, rng=stream(options.seed, "attack", client))
-        seconds = time.process_time() - begin
+        answer, seconds = timed(attack, seen, model, stream(options.seed, "attack", client))
         sequences = answer.sequences or ()
         if options.attack == "dager":  # It does not see the last target.
             sequences = tuple(certificate.close(model, ids) for ids in sequences)
@@ -146,10 +142,8 @@ def main() -> None:
         named, share = answer.tokens or (), _share(own, answer.tokens or ())
         own_share, other_share = own_share + share, other_share + _share(own, before)
         before, tokens = named, {token for ids in own for token in ids}
-        right_tokens, named_tokens = (
-            right_tokens + len(tokens & {*named}),
-            named_tokens + len(named),
-        )
+        right_tokens += len(tokens & {*named})
+        named_tokens += len(named)
         all_tokens += len(tokens)
         likely = sequences and all(answer.diagnostics.get("likely", [False]))
         verdict = "proved" if certain else "likely" if likely else "not proved"
@@ -166,17 +160,8 @@ def main() -> None:
 
 def sent(model: LanguageModel, own: Sequence[tuple[int, ...]], how: LocalTraining) -> Observation:
     """Returns the update of a client; the model stays as it is."""
-    before = {name: value.clone() for name, value in model.parameters().items()}
-    update = local_update_(model, own, [0] * len(own), how, seed=3)
-    load_parameters_(model, before)
-    known = Knowledge(
-        learning_rate=how.learning_rate,
-        local_steps=how.steps(len(own)),
-        local_epochs=how.epochs,
-        dropout=how.dropout,
-        recipe=how.recipe,
-    )
-    return Observation(round=2, client=0, update=update, knowledge=known)
+    update = update_of(model, own, [0] * len(own), how, seed=3)
+    return Observation(round=2, client=0, update=update, knowledge=known_of(how, len(own)))
 
 
 def _share(own: Sequence[tuple[int, ...]], named: Sequence[int]) -> float:

@@ -8,16 +8,16 @@ of its own. Nothing is told but how clients step. Seconds are CPU time of this p
 replay has a minute of its own.
 """
 
-import argparse
-import random
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from arguments import parser_of
+from material import lines_of, timed
 from state_pursuit import EARLIER, sent
 
-from fedleak.attacks import clock, replay
+from fedleak.attacks import Attack, clock, replay
 from fedleak.attacks.subspace.dager import Dager
 from fedleak.attacks.subspace.step_peeling import StepPeeling
 from fedleak.audit.metrics.intervals import wilson
@@ -28,9 +28,7 @@ from fedleak.util.rng import stream
 
 def main() -> None:
     """Prints a line for each client, and the totals."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--texts", required=True, type=Path)
     parser.add_argument("--rate", type=float, default=1e-3)
@@ -46,9 +44,7 @@ def main() -> None:
     torch.set_num_threads(1)
     clock.now = time.process_time
     model = loading.load(ModelSpec(name=options.model, task=CAUSAL_LM, num_labels=2))
-    lines = [line.strip() for line in options.texts.read_text().splitlines()]
-    lines = [line for line in lines if 4 <= len(line.split()) <= 24]
-    random.Random(options.seed).shuffle(lines)
+    lines = lines_of(options.texts, 4, options.seed)
     texts = [tuple(ids) for ids in model.encode(lines[: options.clients * options.count])]
     how = replace(
         EARLIER,
@@ -58,20 +54,19 @@ def main() -> None:
         epochs=options.epochs,
     )
     limit = options.seconds
-    attacks = {"step_peeling": StepPeeling(seconds=limit), "dager": Dager(seconds=limit)}
-    exact, proved = dict.fromkeys(attacks, 0), 0
+    attacks: list[Attack] = [StepPeeling(seconds=limit), Dager(seconds=limit)]
+    exact, proved = {attack.kind: 0 for attack in attacks}, 0
     for client in range(options.clients):
         own = texts[client * options.count :][: options.count]
         seen, parts = sent(model, own, how), list[str]()
-        for kind, attack in attacks.items():
-            begin = time.process_time()
-            answer = attack(seen, model, rng=stream(options.seed, "attack", client))
-            seconds, sequences = time.process_time() - begin, answer.sequences or ()
+        for attack in attacks:
+            answer, seconds = timed(attack, seen, model, stream(options.seed, "attack", client))
+            sequences = answer.sequences or ()
             # DAGER leaves out the end token, which it does not see.
             read = {*sequences, *((*ids, model.tokenizer.eos_token_id) for ids in sequences)}
             right = len({*own} & read)
-            exact[kind] += right
-            parts.append(f"{kind} {right} exact, {seconds:.1f} CPU-s")
+            exact[attack.kind] += right
+            parts.append(f"{attack.kind} {right} exact, {seconds:.1f} CPU-s")
             if isinstance(attack, StepPeeling):
                 made = replay.replay(model, sequences, seen)
                 certain = made is not None and made.verified

@@ -10,14 +10,12 @@ Prints a line per size: how many batches are exact and proved, CPU seconds of a 
 (means), and the call in steps (the mean and the largest of the batches).
 """
 
-import argparse
-import os
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import mean
 
 import torch
+from arguments import parser_of, with_assets
 from subspace_attacks import read_corpus
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
@@ -26,17 +24,12 @@ import fedleak
 
 def main() -> None:
     """Runs the benchmark."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--sizes", nargs="+", type=int, default=[1, 4, 16])
     parser.add_argument("--batches", type=int, default=5)
     parser.add_argument("--attack", default="auto")
     parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--assets", type=Path, default=os.environ.get("FEDLEAK_ASSETS"))
-    args = parser.parse_args()
-    if args.assets is None:
-        parser.error("say where the data is: --assets, or FEDLEAK_ASSETS")
+    args = with_assets(parser)
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
     tokenizer = AutoTokenizer.from_pretrained(f"{args.assets}/tokenizers/gpt2")

@@ -29,30 +29,29 @@ The columns:
 
 import argparse
 import json
-import os
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
-from clocks import now
+from arguments import parser_of, with_assets
+from material import content, gradient_of, timed
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from fedleak import data
 from fedleak.attacks import Attack
-from fedleak.attacks.reconstruction import Reconstruction
 from fedleak.attacks.subspace.dager import Dager
 from fedleak.attacks.subspace.keyspan import Keyspan
 from fedleak.audit.metrics.intervals import wilson
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec, loading
 from fedleak.models.lora import Lora
 from fedleak.training.local import local_update_
-from fedleak.training.observation import Knowledge, Observation, UpdateKind
-from fedleak.training.settings import LocalTraining
+from fedleak.training.observation import Knowledge, Observation
 from fedleak.training.wire import partial_update
 from fedleak.util.rng import stream
 
@@ -113,9 +112,7 @@ class Row(NamedTuple):
 
 def main() -> None:
     """Runs the benchmark."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of(__doc__)
     names = [f"{case.name}-{size}" for case in CASES for size in case.batch_sizes]
     parser.add_argument(
         "--rows", nargs="+", metavar="NAME", help="cases, or lines such as minilm-keyspan-8"
@@ -127,12 +124,9 @@ def main() -> None:
     parser.add_argument(
         "--task", default=CAUSAL_LM, choices=[CAUSAL_LM, CLASSIFICATION], help="of GPT-2"
     )
-    parser.add_argument("--assets", type=Path, default=os.environ.get("FEDLEAK_ASSETS"))
     parser.add_argument("--smollm", type=Path, help="folder of SmolLM2-135M")
     parser.add_argument("--json", type=Path, help="keep the rows in this file")
-    args = parser.parse_args()
-    if args.assets is None:
-        parser.error("say where models and data are: --assets, or FEDLEAK_ASSETS")
+    args = with_assets(parser)
     wanted = args.rows or [name for name in names if args.smollm or SMOLLM not in name]
     for name in wanted:
         if name not in names and name not in [case.name for case in CASES]:
@@ -182,11 +176,15 @@ def load(name: str, args: argparse.Namespace, rank: int = 0) -> LanguageModel:
     return model
 
 
-def read_corpus(assets: Path, seed: int) -> data.Corpus:
-    """Returns all sentences of CoLA's out-of-domain set with their labels, in a drawn order."""
+def read_corpus(assets: Path, seed: int, samples: int | None = None) -> data.Corpus:
+    """Returns sentences of CoLA's out-of-domain set with their labels, in a drawn order.
+
+    Args:
+        assets: The folder of models and data.
+        seed: Of the order.
+        samples: How many; None: all of them.
+    """
     path = assets / "data/cola/out_of_domain_dev.tsv"
-    with path.open(encoding="utf-8") as file:
-        samples = sum(1 for _ in file)
     drawn = data.read_split(
         str(path), split="train", text=3, label=1, samples=samples, held_out=0, seed=seed
     )
@@ -198,9 +196,7 @@ def measure(
 ) -> Row:
     """Attacks batch after batch and scores the answers."""
     ids = data.tokenise(corpus.texts, model.encode, limit=model.max_length, max_length=None)
-    local = LocalTraining(
-        kind=UpdateKind.GRADIENT, batch_size=size, epochs=1, learning_rate=1e-4, dropout=False
-    )
+    local = gradient_of(size)
     attack: Any = case.attack
     bare = replace(attack, certify=False) if hasattr(attack, "certify") else None
     exact = bags = proved = 0
@@ -213,22 +209,18 @@ def measure(
         update = local_update_(model, ids[at], corpus.labels[at], local, seed=seed)
         if case.shared is not None:
             update = partial_update(update, case.shared)
-        sent = {name: value.to(case.dtype) for name, value in update.tensors.items()}
-        update = replace(update, tensors=sent)
+        update = update.changed(lambda value: value.to(case.dtype))
         seen = Observation(round=1, client=0, update=update, knowledge=Knowledge())
+        drawn = partial(stream, seed, attack.kind, batch)
         if batch == 0 and model.device.type != "cpu":
-            timed(attack, seen, model, seed, batch)  # the first call on a GPU loads its kernels
-        answer, taken = timed(attack, seen, model, seed, batch)
+            timed(attack, seen, model, drawn())  # the first call on a GPU loads its kernels
+        answer, taken = timed(attack, seen, model, drawn())
         seconds.append(taken)
         if bare is not None:
-            without.append(timed(bare, seen, model, seed, batch)[1])
-        special = model.special_ids()
-        truth, recovered = (
-            [tuple(t for t in sequence if t not in special) for sequence in sequences]
-            for sequences in (ids[at], (answer.sequences or ())[:size])
-        )
+            without.append(timed(bare, seen, model, drawn())[1])
+        truth, recovered = content(model, ids[at]), content(model, (answer.sequences or ())[:size])
         exact += (Counter(truth) & Counter(recovered)).total()
-        bags += set(answer.tokens or ()) - special == set(chain(*truth))
+        bags += set(answer.tokens or ()) - model.special_ids() == set(chain(*truth))
         proved += answer.verified
         margins += [margin for margin in answer.margins if margin is not None and margin >= 1]
     return Row(
@@ -242,15 +234,6 @@ def measure(
         seconds_without_certificate=without or None,
         margin=min(margins, default=None),
     )
-
-
-def timed(
-    attack: Attack, seen: Observation, model: LanguageModel, seed: int, batch: int
-) -> tuple[Reconstruction, float]:
-    """Returns an attack's answer and its seconds."""
-    start = now(model.device)
-    answer = attack(seen, model, rng=stream(seed, attack.kind, batch))
-    return answer, now(model.device) - start
 
 
 HEADING = (
@@ -269,14 +252,10 @@ def line(row: Row) -> str:
     bare = row.seconds_without_certificate
     return (
         f"{row.name:<21} {row.batches:>7}  {exact:<26} {bags:>7} {proved:>7}  "
-        f"{_mean(row.seconds):>13.2f} {max(row.seconds):>7.2f} "
-        f"{'-' if bare is None else format(_mean(bare), '.2f'):>9} "
+        f"{fmean(row.seconds):>13.2f} {max(row.seconds):>7.2f} "
+        f"{'-' if bare is None else format(fmean(bare), '.2f'):>9} "
         f"{'-' if row.margin is None else format(row.margin, ',.0f'):>9}"
     )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 if __name__ == "__main__":
