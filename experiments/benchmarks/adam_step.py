@@ -21,13 +21,13 @@ from statistics import mean
 from typing import Any
 
 import torch
-from material import known_of, lines_of, timed, update_of
+from material import known_of, lines_of, model_of, timed, update_of
 from state_pursuit import EARLIER, WARM
 
 from fedleak.attacks import clock, kinds, replay
 from fedleak.audit.answer_scores import score_sequences
 from fedleak.audit.metrics.intervals import wilson
-from fedleak.models import CLASSIFICATION, LanguageModel, ModelSpec, loading
+from fedleak.models import CLASSIFICATION, LanguageModel
 from fedleak.models.lora import Lora
 from fedleak.training.local import local_update_
 from fedleak.training.observation import Observation, UpdateKind
@@ -60,9 +60,7 @@ def main() -> None:
         parser.error("--steps are of AdamW, and --sgd makes one of each text: use --batch")
     torch.set_num_threads(1)
     lora = Lora(options.rank, 2 * options.rank) if options.rank else None
-    model = loading.load(
-        ModelSpec(name=options.model, task=CLASSIFICATION, num_labels=2, lora=lora)
-    )
+    model = model_of(options.model, CLASSIFICATION, lora=lora)
     lines = lines_of(options.texts, 6, options.seed)
     of_client = options.batch * options.steps
     needed = options.clients * of_client + (WARM if lora else 0)

@@ -15,7 +15,7 @@ from typing import Any
 import gradient_matching
 import torch
 from gpu_figures import ROOT, Figure, Settings, Skip, Value
-from material import gradient_of
+from material import gradient_of, model_of
 from subspace_attacks import Case, measure
 from transformers import (
     BertConfig,
@@ -29,7 +29,7 @@ from fedleak.attacks import Attack, Progress
 from fedleak.attacks.matching.lamp import Lamp
 from fedleak.attacks.subspace.dager import Dager
 from fedleak.attacks.subspace.keyspan import Keyspan
-from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec, loading
+from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel
 from fedleak.running import preparation
 from fedleak.store import records
 from fedleak.store.records import Answer
@@ -186,7 +186,7 @@ def stories15m(settings: Settings) -> Iterator[Figure]:
     Raises:
         Skip: It is not there.
     """
-    model = _model(str(_asset(settings, "models/stories15m")), CAUSAL_LM, settings.seed)
+    model = model_of(_asset(settings, "models/stories15m"), CAUSAL_LM, settings.seed)
     sizes = (1,) if settings.small else (1, 4, 16)
     yield from _recovered("stories15m", model, [(Dager(), sizes)], settings)
 
@@ -230,7 +230,7 @@ def _recovered(
 
 def random_gpt2(settings: Settings) -> LanguageModel:
     """Returns a next-token GPT-2 with random weights and its full vocabulary."""
-    like = _model("builtin/gpt2-tiny", CAUSAL_LM, settings.seed)
+    like = model_of("builtin/gpt2-tiny", CAUSAL_LM, settings.seed)
     if settings.small:
         return like
     config = GPT2Config(attn_implementation="eager", pad_token_id=like.tokenizer.pad_token_id)
@@ -240,7 +240,7 @@ def random_gpt2(settings: Settings) -> LanguageModel:
 
 def random_bert(settings: Settings) -> LanguageModel:
     """Returns a BERT classifier with random weights and its full vocabulary."""
-    like = _model("builtin/bert-tiny", CLASSIFICATION, settings.seed)
+    like = model_of("builtin/bert-tiny", CLASSIFICATION, settings.seed)
     if settings.small:
         return like
     config = BertConfig(
@@ -368,7 +368,7 @@ def _cola(
     minilm = _asset(settings, "models/minilm-l6-h384")
     sentences = _asset(settings, "data/cola/in_domain_train.tsv")
     prior = _asset(settings, "models/prior-bert-vocab")
-    model = _model(str(minilm), CLASSIFICATION, 101)
+    model = model_of(minilm, CLASSIFICATION, 101)
     split = data.read_split(
         str(sentences), split="train", text=3, label=1, samples=number, held_out=100, seed=101
     )
@@ -378,7 +378,7 @@ def _cola(
 def _notes(settings: Settings, number: int) -> tuple[LanguageModel, data.Corpus, data.Corpus]:
     """Returns the built-in BERT, notes, and others."""
     split = _made_up(number, 20, settings)
-    return _model("builtin/bert-tiny", CLASSIFICATION, settings.seed), split.train, split.held_out
+    return model_of("builtin/bert-tiny", CLASSIFICATION, settings.seed), split.train, split.held_out
 
 
 def _made_up(samples: int, held_out: int, settings: Settings) -> data.Split:
@@ -392,11 +392,6 @@ def _made_up(samples: int, held_out: int, settings: Settings) -> data.Split:
         held_out=held_out,
         seed=settings.seed,
     )
-
-
-def _model(name: str, task: str, seed: int) -> LanguageModel:
-    """Returns a model; what it lacks is made from random numbers of the seed."""
-    return loading.load(ModelSpec(name=name, task=task, num_labels=2, seed=seed))
 
 
 def _asset(settings: Settings, path: str) -> Path:

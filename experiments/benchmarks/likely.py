@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 from arguments import parser_of, with_assets
-from material import gradient_of, keep, root_mean_square, save_random, timed
+from material import gradient_of, keep, model_of, root_mean_square, save_random, timed
 from subspace_attacks import read_corpus
 
 from fedleak import data
@@ -40,7 +40,7 @@ from fedleak.attacks.auto.attack import Auto
 from fedleak.audit.metrics.intervals import wilson
 from fedleak.audit.metrics.rouge import rouge
 from fedleak.data.notes import notes
-from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec, builtin, loading
+from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, builtin
 from fedleak.models.lora import Lora
 from fedleak.training.local import local_update_
 from fedleak.training.observation import Knowledge, Observation
@@ -118,14 +118,8 @@ def load(name: str, other: bool, lora: bool, args: Any) -> LanguageModel:
     with TemporaryDirectory() as folder:
         if other:
             save_random(source, folder, MODELS[name], seed=12345)
-        spec = ModelSpec(
-            name=folder if other else str(source),
-            task=MODELS[name],
-            num_labels=2,
-            seed=int(other),
-            lora=Lora(rank=4, alpha=8.0) if lora else None,
-        )
-        return loading.load(spec)
+        adapters = Lora(rank=4, alpha=8.0) if lora else None
+        return model_of(folder if other else source, MODELS[name], int(other), adapters)
 
 
 def corpus(name: str, args: Any) -> Sequence[str]:

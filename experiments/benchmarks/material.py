@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 
 from fedleak.attacks import Attack
 from fedleak.attacks.reconstruction import Reconstruction
-from fedleak.models import CAUSAL_LM, LanguageModel, load_parameters_
+from fedleak.models import CAUSAL_LM, LanguageModel, ModelSpec, load_parameters_, loading
+from fedleak.models.lora import Lora
 from fedleak.training.local import local_update_
 from fedleak.training.observation import ClientUpdate, Knowledge, Observation, UpdateKind
 from fedleak.training.settings import LocalTraining
@@ -42,6 +43,11 @@ def sentences(folder: Path, name: str) -> list[str]:
         return [row.split("\t")[3] for row in rows]
     files = sorted((folder / name).glob("rt-polarity.utf8.*"))
     return [row.strip() for file in files for row in file.read_text("utf-8").splitlines()]
+
+
+def model_of(name: str | Path, task: str, seed: int = 0, lora: Lora | None = None) -> LanguageModel:
+    """Returns a model of two classes; what it lacks is made from random numbers of the seed."""
+    return loading.load(ModelSpec(name=str(name), task=task, num_labels=2, seed=seed, lora=lora))
 
 
 def bert_config(vocabulary: int, layers: int, width: int, heads: int) -> BertConfig:

@@ -30,12 +30,12 @@ from typing import Any, NamedTuple
 
 import torch
 from arguments import parser_of, with_assets
-from material import gradient_of, keep, root_mean_square, save_random
+from material import gradient_of, keep, model_of, root_mean_square, save_random
 
 from fedleak import attacks
 from fedleak.attacks import clock
 from fedleak.defenses.gaussian_noise import with_noise
-from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec, builtin, loading
+from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, builtin
 from fedleak.training.local import local_update_
 from fedleak.training.observation import Candidates, Example, Knowledge, Observation
 from fedleak.util.rng import stream
@@ -123,9 +123,9 @@ def load(name: str, args: Any) -> LanguageModel:
         with TemporaryDirectory() as folder:
             source = builtin.folder(name)
             save_random(source, folder, task, args.seed, max_position_embeddings=POSITIONS)
-            return loading.load(ModelSpec(name=folder, task=task, num_labels=2, seed=args.seed))
+            return model_of(folder, task, args.seed)
     path = args.assets / "models" / {"minilm": "minilm-l6-h384"}.get(name, name)
-    return loading.load(ModelSpec(name=str(path), task=task, num_labels=2, seed=args.seed))
+    return model_of(path, task, args.seed)
 
 
 def update(model: LanguageModel, tokens: int, size: int, noisy: bool, args: Any) -> Observation:

@@ -12,18 +12,11 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
-from material import known_of
+from material import known_of, model_of
 
 from fedleak.attacks import replay
 from fedleak.data.notes import notes
-from fedleak.models import (
-    CAUSAL_LM,
-    CLASSIFICATION,
-    LanguageModel,
-    ModelSpec,
-    load_parameters_,
-    loading,
-)
+from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, load_parameters_
 from fedleak.training.local import local_update_
 from fedleak.training.observation import Observation, UpdateKind
 from fedleak.training.recipe import Recipe
@@ -42,7 +35,7 @@ def main() -> None:
     print("| model, optimiser | a step | right answer | wrong answer |\n|---|---|---|---|")
     for name in options.models:
         task = CAUSAL_LM if "llama" in name or "stories" in name else CLASSIFICATION
-        model = loading.load(ModelSpec(name=name, task=task, num_labels=2))
+        model = model_of(name, task)
         ids = [tuple(ids) for ids in model.encode([n.text for n in notes(2 * options.texts, 5)])]
         own, others = ids[: options.texts], ids[options.texts :]
         for optimiser, rate in RATE.items():

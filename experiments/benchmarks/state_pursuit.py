@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from material import known_of, lines_of, timed, update_of
+from material import known_of, lines_of, model_of, timed, update_of
 
 from fedleak.attacks import certificate, clock, kinds, replay
 from fedleak.config.loading import with_defense
 from fedleak.defenses import TrustedAggregator
-from fedleak.models import CAUSAL_LM, LanguageModel, ModelSpec, loading
+from fedleak.models import CAUSAL_LM, LanguageModel
 from fedleak.models.lora import Lora
 from fedleak.training.local import local_update_
 from fedleak.training.observation import Observation, UpdateKind
@@ -92,7 +92,7 @@ def main() -> None:
     whole = options.full or defense
     dropout = options.lora_dropout
     lora = None if whole else Lora(options.rank, 2 * options.rank, dropout=dropout)
-    model = loading.load(ModelSpec(name=options.model, task=CAUSAL_LM, num_labels=2, lora=lora))
+    model = model_of(options.model, CAUSAL_LM, lora=lora)
     lines = lines_of(options.texts, options.words, options.seed)
     of_client = options.batch * options.steps
     needed = WARM + options.clients * of_client

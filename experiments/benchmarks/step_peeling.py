@@ -14,14 +14,14 @@ from pathlib import Path
 
 import torch
 from arguments import parser_of
-from material import lines_of, timed
+from material import lines_of, model_of, timed
 from state_pursuit import EARLIER, sent
 
 from fedleak.attacks import Attack, clock, replay
 from fedleak.attacks.subspace.dager import Dager
 from fedleak.attacks.subspace.step_peeling import StepPeeling
 from fedleak.audit.metrics.intervals import wilson
-from fedleak.models import CAUSAL_LM, ModelSpec, loading
+from fedleak.models import CAUSAL_LM
 from fedleak.training.recipe import Recipe
 from fedleak.util.rng import stream
 
@@ -43,7 +43,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     clock.now = time.process_time
-    model = loading.load(ModelSpec(name=options.model, task=CAUSAL_LM, num_labels=2))
+    model = model_of(options.model, CAUSAL_LM)
     lines = lines_of(options.texts, 4, options.seed)
     texts = [tuple(ids) for ids in model.encode(lines[: options.clients * options.count])]
     how = replace(

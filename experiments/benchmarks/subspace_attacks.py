@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 
 import torch
 from arguments import parser_of, with_assets
-from material import content, gradient_of, timed
+from material import content, gradient_of, model_of, timed
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from fedleak import data
@@ -48,7 +48,7 @@ from fedleak.attacks import Attack
 from fedleak.attacks.subspace.dager import Dager
 from fedleak.attacks.subspace.keyspan import Keyspan
 from fedleak.audit.metrics.intervals import wilson
-from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec, loading
+from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel
 from fedleak.models.lora import Lora
 from fedleak.training.local import local_update_
 from fedleak.training.observation import Knowledge, Observation
@@ -155,23 +155,14 @@ def load(name: str, args: argparse.Namespace, rank: int = 0) -> LanguageModel:
     lora = Lora(rank, 2.0 * rank) if rank else None
     if name != GPT2:
         folder = args.smollm if name == SMOLLM else args.assets / "models" / FOLDERS[name]
-        spec = ModelSpec(
-            name=str(folder),
-            task=CLASSIFICATION,
-            num_labels=2,
-            seed=args.seed,
-            lora=lora,
-        )
-        model = loading.load(spec)
+        model = model_of(folder, CLASSIFICATION, args.seed, lora)
     else:
         with TemporaryDirectory() as folder:
             torch.manual_seed(args.seed)
             GPT2LMHeadModel(GPT2Config()).save_pretrained(folder)
             tokenizer = AutoTokenizer.from_pretrained(f"{args.assets}/tokenizers/gpt2")
             tokenizer.save_pretrained(folder)
-            model = loading.load(
-                ModelSpec(name=folder, task=args.task, num_labels=2, seed=args.seed)
-            )
+            model = model_of(folder, args.task, args.seed)
     model.module.to(args.device)
     return model
 
