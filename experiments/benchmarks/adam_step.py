@@ -21,7 +21,7 @@ from statistics import mean
 from typing import Any
 
 import torch
-from material import known_of, lines_of, model_of, timed, update_of
+from material import known_of, lines_of, model_of, steps_of, timed, update_of
 from state_pursuit import EARLIER, WARM
 
 from fedleak.attacks import clock, kinds, replay
@@ -30,9 +30,8 @@ from fedleak.audit.metrics.intervals import wilson
 from fedleak.models import CLASSIFICATION, LanguageModel
 from fedleak.models.lora import Lora
 from fedleak.training.local import local_update_
-from fedleak.training.observation import Observation, UpdateKind
+from fedleak.training.observation import Observation
 from fedleak.training.recipe import Recipe
-from fedleak.training.settings import LocalTraining
 from fedleak.util.rng import stream
 
 
@@ -78,14 +77,8 @@ def main() -> None:
         max_grad_norm=options.clip,
         precision="bfloat16-mixed" if options.bfloat16 else "float32",
     )
-    how = LocalTraining(
-        kind=UpdateKind.DELTA,
-        batch_size=1 if options.sgd else options.batch,
-        epochs=1,
-        learning_rate=options.rate,
-        dropout=options.dropout,
-        recipe=recipe,
-    )
+    size = 1 if options.sgd else options.batch
+    how = steps_of(size, options.rate, recipe, dropout=options.dropout)
     known = known_of(how, of_client)
     if lora:
         warm, lines = model.encode(lines[:WARM]), lines[WARM:]

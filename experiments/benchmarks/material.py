@@ -17,6 +17,7 @@ from fedleak.models import CAUSAL_LM, LanguageModel, ModelSpec, load_parameters_
 from fedleak.models.lora import Lora
 from fedleak.training.local import local_update_
 from fedleak.training.observation import ClientUpdate, Knowledge, Observation, UpdateKind
+from fedleak.training.recipe import Recipe
 from fedleak.training.settings import LocalTraining
 
 MOST_WORDS = 24
@@ -97,6 +98,18 @@ def gradient_of(size: int) -> LocalTraining:
     """Returns one step on a whole batch, whose gradient is sent."""
     return LocalTraining(
         kind=UpdateKind.GRADIENT, batch_size=size, epochs=1, learning_rate=1e-4, dropout=False
+    )
+
+
+def steps_of(size: int, rate: float, recipe: Recipe, *, dropout: bool = False) -> LocalTraining:
+    """Returns one pass in steps of so many texts, whose change of the weights is sent."""
+    return LocalTraining(
+        kind=UpdateKind.DELTA,
+        batch_size=size,
+        epochs=1,
+        learning_rate=rate,
+        dropout=dropout,
+        recipe=recipe,
     )
 
 

@@ -37,7 +37,7 @@ from typing import NamedTuple, get_args
 import numpy as np
 import torch
 from arguments import parser_of, with_assets
-from material import sentences, update_of
+from material import sentences, steps_of, update_of
 from torch import Tensor
 
 from fedleak.attacks.membership.likelihood import Public, covariance, gradients, nulls, products
@@ -46,9 +46,8 @@ from fedleak.audit.privacy.membership import shares_won
 from fedleak.models import CAUSAL_LM, LanguageModel, ModelSpec, loading, pad
 from fedleak.models.lora import Lora
 from fedleak.training.local import local_update_
-from fedleak.training.observation import Example, UpdateKind
+from fedleak.training.observation import Example
 from fedleak.training.recipe import Precision, Recipe
-from fedleak.training.settings import LocalTraining
 
 STEPS, BATCH, RATE = 10, 16, 5e-5
 SIZE = STEPS * BATCH
@@ -109,14 +108,8 @@ def rounds(
     model: LanguageModel, corpus: Sequence[tuple[int, ...]], args: argparse.Namespace
 ) -> Iterator[Federation]:
     """Trains the clients, and yields each round with the model that they began with."""
-    local = LocalTraining(
-        kind=UpdateKind.DELTA,
-        batch_size=BATCH,
-        epochs=1,
-        learning_rate=RATE,
-        dropout=True,
-        recipe=Recipe(optimiser="adamw", max_grad_norm=1.0, precision=args.precision),
-    )
+    recipe = Recipe(optimiser="adamw", max_grad_norm=1.0, precision=args.precision)
+    local = steps_of(BATCH, RATE, recipe, dropout=True)
     used = 8 * args.warm
     if used:
         before = replace(local, batch_size=8, learning_rate=2e-4)

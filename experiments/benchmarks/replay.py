@@ -12,15 +12,14 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
-from material import known_of, model_of
+from material import known_of, model_of, steps_of
 
 from fedleak.attacks import replay
 from fedleak.data.notes import notes
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, load_parameters_
 from fedleak.training.local import local_update_
-from fedleak.training.observation import Observation, UpdateKind
+from fedleak.training.observation import Observation
 from fedleak.training.recipe import Recipe
-from fedleak.training.settings import LocalTraining
 
 RATE: Mapping[Literal["sgd", "adamw"], float] = {"sgd": 0.05, "adamw": 1e-4}
 
@@ -49,14 +48,7 @@ def _line(
     optimiser: Literal["sgd", "adamw"],
     rate: float,
 ) -> str:
-    how = LocalTraining(
-        kind=UpdateKind.DELTA,
-        batch_size=2,
-        epochs=1,
-        learning_rate=rate,
-        dropout=False,
-        recipe=Recipe(optimiser=optimiser),
-    )
+    how = steps_of(2, rate, Recipe(optimiser=optimiser))
     before = {name: value.clone() for name, value in model.parameters().items()}
     begin = time.process_time()
     update = local_update_(model, own, [i % 2 for i in range(len(own))], how, seed=3)

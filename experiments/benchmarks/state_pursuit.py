@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from material import known_of, lines_of, model_of, timed, update_of
+from material import known_of, lines_of, model_of, steps_of, timed, update_of
 
 from fedleak.attacks import certificate, clock, kinds, replay
 from fedleak.config.loading import with_defense
@@ -33,14 +33,7 @@ from fedleak.training.settings import LocalTraining
 from fedleak.util.errors import ConfigError
 from fedleak.util.rng import stream
 
-EARLIER = LocalTraining(
-    kind=UpdateKind.DELTA,
-    batch_size=8,
-    epochs=1,
-    learning_rate=2e-4,
-    dropout=False,
-    recipe=Recipe(optimiser="adamw"),
-)
+EARLIER = steps_of(8, 2e-4, Recipe(optimiser="adamw"))
 WARM = 160
 """Texts of earlier rounds, or of none, but for the order of the others."""
 
@@ -105,13 +98,7 @@ def main() -> None:
     precision: Precision = "bfloat16-mixed" if options.bfloat16 else "float32"
     recipe = replace(EARLIER.recipe, max_grad_norm=options.clip, precision=precision)
     rate = 5e-5 if options.rate is None else options.rate
-    how = replace(
-        EARLIER,
-        batch_size=options.batch,
-        learning_rate=rate,
-        recipe=recipe,
-        dropout=dropout > 0,
-    )
+    how = steps_of(options.batch, rate, recipe, dropout=dropout > 0)
     if defense is None and not options.first:
         earlier = replace(EARLIER, learning_rate=2e-5) if options.full else EARLIER
         local_update_(model, texts[:WARM], [0] * WARM, earlier, seed=1)
