@@ -9,18 +9,24 @@ whatever the others are: its own gradient gives its tokens' shares, all times on
   less that of other places, because it stands somewhere, and what its state explains of the rows of
   deeper layers (`state_blocks`). Of these nats the sign and the logarithm count, as a mean over
   layers, because rows are no Gaussian numbers. The first layers choose what all are asked about.
-- **Check.** Likely ends are closed, and a text is read once the shares of its tokens agree.
-- **Batches.** The shares of a text are taken out of all, and the next one is sought.
+- **Check.** Likely ends are closed. For each token of such a text speak the nats by which its
+  shares are likelier as those of the text than as any of their size. Noise of rows makes shares
+  uncertain, dropout by some hundredths and half precision by some thousandths, and a text whose
+  tokens agree within that is read, the one with the most nats first.
+- **Batches.** The shares of a text are taken out of all, before the others are weighed anew. Each
+  search has other prefixes that the model writes, as which ones these are decides what is found.
+  It knows the states of texts that were read.
 
 Nothing but the model and the rows is used. A batch is proved as any other, by its gradient or by
 the client's steps.
 
 Shapes: N tokens of the batch, O rows of adapters, D columns, B prefixes, T tokens of a prefix,
-M directions of first inputs, U rows of which some did not come, X any axes.
+K tokens of a text, F factors, M directions of first inputs, U rows of which some did not come,
+X any axes.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -50,8 +56,8 @@ from fedleak.models import LanguageModel, is_target, pad
 if TYPE_CHECKING:
     from transformers import DynamicCache
 
-_WIDTHS = (36, 108)
-"""Prefixes that are kept, in a first search and in one after nothing was found."""
+_WIDTHS = (36, 36, 108)
+"""Prefixes that are kept in each search, while it finds any text, and in the next one."""
 
 _EARLY = 4
 """Times as many are kept at first, over the number of tokens."""
@@ -69,23 +75,30 @@ _WRITTEN, _LONG = 48, 12
 _STATES = 1.5
 """Weight of what states explain."""
 
-_CLOSED = 4
-"""Prefixes that are closed at each length."""
+_CLOSED = 8
+"""Prefixes that are closed at each length, at most."""
 
-_AGREES, _AGREE, _LATE, _SURE = 0.999, 0.3, 3, 12.0
-"""Cosine above which a token's shares agree with those of the gradient of its text; share of a
-text's tokens of which they do, at least, because the others may stand in other texts, too; last
-tokens of which one must be among these, because the first agree with some other texts; and nats
-against so many by chance."""
+_ERROR = 0.03
+"""Error of shares beside the noise of rows, as a part of them: half precision leaves as much."""
 
-_GONE = 0.01
-"""A token whose shares are less than this part of what they were stands in no other text."""
+_AGREE, _LATE, _SURE = 0.3, 3, 20.0
+"""Share of a text's tokens that agree, at least, because the others may stand in other texts, too;
+last tokens of which one must be among these, because the first agree with some other texts; and
+nats that speak for a text."""
 
-_STALE = 3
-"""Tokens by which a beam grows in vain before the search ends."""
+_FEW = 0.5
+"""Of a text of which a smaller share of tokens agrees, other ends are tried."""
 
-_LONGEST = 64
-"""Tokens of a text, at most."""
+_CLEAR, _GONE = 3.0, 0.01
+"""Shares below so many times their error say nothing; a token of whose shares less than this part
+is left stands in no other text."""
+
+_STALE, _MORE = 3, 2
+"""Tokens by which a beam grows in vain, or once there is a text that agrees, before it ends: longer
+ones may agree better."""
+
+_LONGEST, _REPEATED = 64, 2
+"""Tokens of a text, at most, and as a multiple of the distinct tokens that are left."""
 
 _AT_ONCE = 512
 """Tokens that go through the model together."""
@@ -109,6 +122,105 @@ class _Beam(NamedTuple):
     cache: "DynamicCache"
 
 
+class _Agreeing(NamedTuple):
+    """A closed text whose tokens' shares agree.
+
+    Attributes:
+        ids: The text.
+        nats: What speaks for it.
+        share: Of its tokens that agree.
+        part_NO: The text's part of all shares.
+    """
+
+    ids: Ids
+    nats: float
+    share: float
+    part_NO: Tensor
+
+
+class _Shares(NamedTuple):
+    """What is known of the shares of a batch's tokens.
+
+    Attributes:
+        tokens_N: The tokens.
+        all_NO: Their shares in all texts; in each row they have a root mean square of 1.
+        left_NO: What is left of these without the texts that were read.
+        variance_NO: Of the errors of what is left.
+    """
+
+    tokens_N: Tensor
+    all_NO: Tensor
+    left_NO: Tensor
+    variance_NO: Tensor
+
+    @classmethod
+    def of(cls, bag: Bag) -> "_Shares":
+        """Takes those of a bag."""
+        size_O = bag.share_NO.square().mean(0).sqrt()
+        share_NO = bag.share_NO / size_O
+        return cls(bag.tokens_N, share_NO, share_NO, (bag.error_O / size_O).square() + 0 * share_NO)
+
+    @property
+    def standing(self) -> Tensor:
+        """Which tokens [N] may stand in other texts than those that were read."""
+        standing_N: Tensor = self.left_NO.norm(dim=1) > _GONE * self.all_NO.norm(dim=1)
+        return standing_N
+
+    def without(self, text: _Agreeing) -> "_Shares":
+        """Returns what is left without a text."""
+        error_NO = _ERROR * text.part_NO
+        return self._replace(
+            left_NO=self.left_NO - text.part_NO, variance_NO=self.variance_NO + error_NO.square()
+        )
+
+    def agreeing(self, ids: Ids, share_NO: Tensor) -> _Agreeing | None:
+        """Returns a closed text if the shares of its tokens agree, but for one factor.
+
+        Args:
+            ids: The text.
+            share_NO: Of its own gradient.
+        """
+        clear_N = self.left_NO.norm(dim=1) > _CLEAR * self.variance_NO.sum(1).sqrt()
+        in_N = torch.isin(self.tokens_N, self.tokens_N.new_tensor(ids[:-1])) & clear_N
+        left_KO, share_KO = self.left_NO[in_N], share_NO[in_N]
+        square_K1 = left_KO.square().mean(1, keepdim=True)
+        variance_KO = self.variance_NO[in_N] + _ERROR**2 * square_K1
+        # A token that stands in no other text has the factor of all.
+        fitted_F = (share_KO * left_KO / variance_KO).sum(1) / (share_KO**2 / variance_KO).sum(1)
+        factor_F = fitted_F[fitted_F > 0]
+        if not len(factor_F):
+            return None
+        error_FKO = left_KO - factor_F[:, None, None] * share_KO
+        any_KO = variance_KO + square_K1
+        gained_KO = (any_KO / variance_KO).log() + left_KO.square() / any_KO
+        nats_FK = (gained_KO - error_FKO.square() / variance_KO).sum(2).clamp_min(0) / 2
+        nats, best = nats_FK.sum(1).max(0)
+        agrees_K = nats_FK[best] > 0
+        late_K = torch.isin(self.tokens_N[in_N], self.tokens_N.new_tensor(ids[-1 - _LATE : -1]))
+        agree, tokens = int(agrees_K.sum()), len({*ids[:-1]})
+        enough = agree >= max(_AGREE * tokens, 2) and nats >= _SURE
+        if not enough or not (agrees_K & late_K).any():
+            return None
+        return _Agreeing(ids, float(nats), agree / tokens, factor_F[best] * share_NO)
+
+    def read(self, closed: Mapping[Ids, Tensor]) -> "tuple[list[_Agreeing], _Shares]":
+        """Returns the texts whose tokens' shares agree, and what they leave.
+
+        That with the most nats is taken out before the others are weighed anew.
+
+        Args:
+            closed: Texts, with the shares of their own gradients.
+        """
+        texts, left, closed = list[_Agreeing](), self, dict(closed)
+        while True:
+            agreeing = (left.agreeing(*pair) for pair in closed.items())
+            best = max(filter(None, agreeing), key=lambda text: text.nats, default=None)
+            if best is None:
+                return texts, left
+            del closed[best.ids]
+            texts, left = [*texts, best], left.without(best)
+
+
 def texts_of_bag(
     model: LanguageModel, gradient: MeasuredGradient, bag: Bag, clock: Clock, tell: OnJudged
 ) -> list[Judged]:
@@ -121,92 +233,112 @@ def texts_of_bag(
         clock: When time is up, no more texts are sought.
         tell: Called with the number of texts, and the last one.
     """
-    if clock.up():
-        return []
-    search, texts = _Search(model, gradient, bag, clock), list[Judged]()
+    search, texts, seed = _Search(model, gradient, bag), list[Judged](), 0
     wanted = gradient.update.num_examples
     for width in _WIDTHS:
-        while search.begun and len(texts) < wanted:
-            text = search.text(width, clock)
-            if text is None:
-                break
-            texts.append(text)
-            tell(len(texts), wanted, text)
+        before = -1
+        while before < len(texts) < wanted and not clock.up():
+            before = len(texts)
+            search.begin(seed, clock)
+            for text in search.texts(width, wanted - before, clock):
+                texts.append(text)
+                tell(len(texts), wanted, text)
+            seed += 1
     return texts
 
 
 class _Search:
-    """The search for the texts of a batch, one after the other.
+    """The search for the texts of a batch, in which the shares of those that were read are gone."""
 
-    The shares of a text that was read are taken out.
-    """
-
-    def __init__(
-        self, model: LanguageModel, gradient: MeasuredGradient, bag: Bag, clock: Clock
-    ) -> None:
-        """Takes the tokens of a batch, and reads the rows of as many layers as time allows."""
+    def __init__(self, model: LanguageModel, gradient: MeasuredGradient, bag: Bag) -> None:
+        """Takes the tokens of a batch, and the rows of layers."""
         self._model, self._bag = model, bag
         self._first, (self._end,) = first_tokens(model), certificate.close(model, ())
         self._adapters = [_module(model, name) for name in adapters_of(model, gradient, 0)]
         self._size_U = layer_rows(model, gradient, 0)[0].size_U
-        self._size_O = bag.share_NO.square().mean(0).sqrt()
-        self._share_NO = self._left_NO = bag.share_NO / self._size_O
+        self._size_O, self._shares = bag.share_NO.square().mean(0).sqrt(), _Shares.of(bag)
         self._apart_DM = torch.linalg.pinv(bag.axis_MD)
         came = [n for n in range(1, model.num_layers) if adapters_of(model, gradient, n)]
         numbers = [*came[:_NEAR], *came[_NEAR::_FAR]]
-        rows = [layer_rows(model, gradient, number) for number in numbers]
-        self._inputs_of = [module for _, module, _ in rows]
+        self._rows = [layer_rows(model, gradient, number) for number in numbers]
         self._last = max(came[:_NEAR], default=0)
-        prefixes, self._usual_N = self._written()
+        self._inputs_of = list[nn.Module]()
+        self._blocks = list[StateBlocks]()
+        self._usual_N = bag.share_NO.new_zeros(0)
+        self._ended = list[Ids]()
+
+    def begin(self, seed: int, clock: Clock) -> None:
+        """Learns what states say in as many layers as time allows, behind prefixes of a seed."""
+        self._inputs_of = [module for _, module, _ in self._rows]
+        prefixes, self._usual_N = self._written(seed)
         behind = [self._states_behind(prefixes_CT) for prefixes_CT in clock.paced(prefixes)]
         states = [torch.cat(of_layer).transpose(0, 1) for of_layer in zip(*behind, strict=True)]
+        self._put_in(states)
         self._blocks = [
             StateBlocks.learned(matrix, state_NKD)
-            for (matrix, _, _), state_NKD in clock.paced(zip(rows, states, strict=False))
+            for (matrix, _, _), state_NKD in clock.paced(zip(self._rows, states, strict=False))
         ]
         del self._inputs_of[len(self._blocks) :]
 
-    @property
-    def begun(self) -> bool:
-        """Whether there was time for any layer."""
-        return bool(self._blocks)
+    def _put_in(self, states: Sequence[Tensor]) -> None:
+        """Puts the states of texts that were read in place of those of tokens of no other text.
 
-    def text(self, width: int, clock: Clock) -> Judged | None:
-        """Returns a text whose tokens' shares agree, and takes them out; None: there is none."""
-        standing_N = self._left_NO.norm(dim=1) > _GONE * self._share_NO.norm(dim=1)
-        rows_N = (standing_N & self._usual_N.isfinite()).nonzero()[:, 0]
-        longest = min(_LONGEST, self._model.max_length - 1) if len(rows_N) else 0
-        beam, best, stale = self._begun(), -math.inf, 0
-        for _ in clock.paced(range(len(self._first), longest)):
+        Args:
+            states: Of the tokens in layers, [N, K, D].
+        """
+        tokens, states_of = self._bag.tokens_N.tolist(), dict[int, list[list[Tensor]]]()
+        for ids in self._ended:
+            with listening(self._inputs_of) as heard:
+                last_hidden(self._model, torch.tensor([ids[:-1]], device=self._model.device))
+            inputs = [heard[module][0][0] for module in self._inputs_of]
+            for token, *of_layers in zip(ids, *inputs, strict=False):
+                states_of.setdefault(token, []).append(of_layers)
+        for row in (~self._shares.standing).nonzero()[:, 0].tolist():
+            places = states_of.get(tokens[row], [])
+            for state_NKD, *vectors in zip(states, *places, strict=True):
+                if vectors:
+                    again = -(-state_NKD.shape[1] // len(vectors))
+                    state_NKD[row] = torch.stack(vectors).repeat(again, 1)[: state_NKD.shape[1]]
+
+    def texts(self, width: int, most: int, clock: Clock) -> list[Judged]:
+        """Returns texts, `most` of them at most, whose tokens' shares agree, and takes these out.
+
+        A beam grows until there are some, or nothing speaks for more tokens.
+        """
+        rows_N = (self._shares.standing & self._usual_N.isfinite()).nonzero()[:, 0]
+        longest = min(_LONGEST, _REPEATED * len(rows_N), self._model.max_length - 1)
+        closed, texts, left = dict[Ids, Tensor](), list[_Agreeing](), self._shares
+        beam, highest, stale, more = self._begun(), -math.inf, 0, 0
+        lengths = range(len(self._first), longest if self._blocks else 0)
+        for _ in clock.paced(lengths):
             count = max(width, _EARLY * width // (len(beam.ids[0]) + 1))
             beam = self._grown(beam, rows_N, count)
-            most = float(beam.nats_B.max())
-            stale, best = (0, most) if most > best else (stale + 1, best)
-            if stale == _STALE:
-                break
+            nats = float(beam.nats_B.max())
+            stale, highest = (0, nats) if nats > highest else (stale + 1, highest)
             end_B = self._log_probabilities(beam.hidden_BD)[:, self._end]
             likely = (beam.nats_B + end_B).topk(min(_CLOSED, len(end_B))).indices
-            text = self._agreeing([(*beam.ids[row], self._end) for row in likely.tolist()])
-            if text is not None:
-                return text
-        return None
+            ended = [(*beam.ids[row], self._end) for row in likely.tolist()]
+            closed |= zip(ended, self._own_shares(ended), strict=True)
+            texts, left = self._shares.read(closed)
+            more += bool(texts)
+            if stale == _STALE or more > _MORE or len(texts) >= most:
+                break
+        while ends := [ids for ids in self._other_ends(texts, rows_N) if ids not in closed]:
+            closed |= zip(ends, self._own_shares(ends), strict=True)
+            texts, left = self._shares.read(closed)
+        self._shares = left
+        self._ended += [text.ids for text in texts]
+        return [Judged(text.ids[:-1], -text.nats, math.inf) for text in texts[:most]]
 
-    def _agreeing(self, closed: Sequence[Ids]) -> Judged | None:
-        """Returns the first text whose tokens' shares agree, and takes them out."""
-        tokens_N = self._bag.tokens_N
-        # Of vectors of O numbers a share below sin^(O - 1) of an angle is so near to a given one.
-        nats = -math.log(1 - _AGREES**2) / 2 * (self._left_NO.shape[1] - 1)
-        enough = max(_SURE / nats, 2) if nats else math.inf
-        for ids, share_NO in zip(closed, self._shares(closed), strict=True):
-            agrees_N = F.cosine_similarity(share_NO, self._left_NO, dim=-1) > _AGREES
-            late_N = torch.isin(tokens_N, tokens_N.new_tensor(ids[-1 - _LATE : -1]))
-            agree, tokens = int(agrees_N.sum()), len({*ids[:-1]})
-            if agree >= max(_AGREE * tokens, enough) and (agrees_N & late_N).any():
-                part_NO, left_NO = share_NO[agrees_N], self._left_NO[agrees_N]
-                factor = (part_NO * left_NO).sum() / part_NO.square().sum()
-                self._left_NO = self._left_NO - factor * share_NO
-                return Judged(ids[:-1], 1 - agree / tokens, math.inf)
-        return None
+    def _other_ends(self, texts: Sequence[_Agreeing], rows_N: Tensor) -> Iterator[Ids]:
+        """Yields texts of which few tokens agree with one less or more, or another one, at last."""
+        for text in texts:
+            if text.share < _FEW:
+                (*words, last, end) = text.ids
+                tokens = self._bag.tokens_N[rows_N].tolist()
+                yield from ((*words, token, end) for token in tokens)
+                yield from ((*words, last, token, end) for token in tokens)
+                yield (*words, end)
 
     def _begun(self) -> _Beam:
         """Returns what begins all texts."""
@@ -309,14 +441,14 @@ class _Search:
         inputs = (heard[module][0] for module in self._inputs_of)
         return [input_X1D.view(count, len(tokens_N), -1) for input_X1D in inputs]
 
-    def _written(self) -> tuple[list[Tensor], Tensor]:
+    def _written(self, seed: int) -> tuple[list[Tensor], Tensor]:
         """Returns prefixes that the model writes with the tokens, and how likely each is there.
 
         As many [C, T] have each number of tokens, up to the longest; of all places and each token
         the logarithm of the mean probability [N].
         """
         device, tokens_N = self._model.device, self._bag.tokens_N
-        rng = torch.Generator().manual_seed(0)
+        rng = torch.Generator().manual_seed(seed)
         begun = torch.randint(len(tokens_N), (_WRITTEN, 1), generator=rng).to(device)
         first_CT = torch.tensor([self._first] * _WRITTEN, dtype=torch.long, device=device)
         ids_CT, cache, likely = torch.cat([first_CT, tokens_N[begun]], 1), empty_cache(), []
@@ -332,7 +464,7 @@ class _Search:
         begin = len(self._first)
         return [ids_CT[n::_LONG, : begin + n] for n in range(_LONG)], usual_N
 
-    def _shares(self, texts: Sequence[Ids]) -> Tensor:
+    def _own_shares(self, texts: Sequence[Ids]) -> Tensor:
         """Returns the shares [B, N, O] of all tokens in the gradients of texts, of loss sums."""
         size = max(1, _AT_ONCE // max(map(len, texts)))
         some = (self._gradients(texts[i : i + size]) for i in range(0, len(texts), size))

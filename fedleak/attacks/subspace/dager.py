@@ -73,9 +73,6 @@ from fedleak.training.observation import Observation
 _NOISY = 4
 """Part of the time for rows that may have noise, which takes long to show."""
 
-_BLURRED = 0.01
-"""Noise, as a share of rows, above which shares of tokens do not tell whether a text agrees."""
-
 _EXPLAINED = "nothing proved: these texts explain most"
 _ALONE = "nothing proved: each text explains what its tokens have in the first layer's adapters"
 _TOKENS = "nothing proved: these tokens alone explain the adapters of the first layer"
@@ -202,8 +199,9 @@ def _by_rows(
         return None
     tokens_only = _NOISE if bag is not None and bag.noise else _TOKENS
     reason = _EXPLAINED if texts else tokens_only
-    clear = bag is not None and bag.noise < _BLURRED and model.task == CAUSAL_LM
-    if bag is not None and clear and not _proved(model, texts, seen, clock):
+    # The texts of several steps have gradients at weights of their own.
+    one_by_one = model.task == CAUSAL_LM and seen.knowledge.local_steps in (None, 1)
+    if bag is not None and one_by_one and not _proved(model, texts, seen, clock):
         alone = texts_of_bag(model, gradient, bag, clock, tell)
         if alone:
             texts, reason = alone, _ALONE

@@ -482,6 +482,7 @@ class Bag:
         alike_A: Tokens whose vectors hardly differ from that of one of these.
         axis_MD: The directions of all that is mixed, those of the tokens at last.
         share_NO: The shares of each token as they are.
+        error_O: The standard deviation of these shares in each row, by noise.
     """
 
     tokens_N: Tensor
@@ -491,6 +492,7 @@ class Bag:
     alike_A: Tensor
     axis_MD: Tensor
     share_NO: Tensor
+    error_O: Tensor
 
     @property
     def told_apart(self) -> tuple[int, ...]:
@@ -530,7 +532,8 @@ def sparse_tokens(
         tokens_N = support.index_M
         axis_MD = torch.cat([known_KD, token_VD[tokens_N]]).double()
         share_OM, spread_OM, _ = replace(support.rows, known_KD=axis_MD[:0]).fitted(axis_MD)
-        share_MO = (share_OM / spread_OM.mean(1, keepdim=True).sqrt()).T
+        error_O = spread_OM.mean(1).sqrt()
+        share_MO = share_OM.T / error_O
         bag = Bag(
             tokens_N=tokens_N,
             noise=support.noise,
@@ -539,6 +542,7 @@ def sparse_tokens(
             alike_A=_alike(token_VD, tokens_N),
             axis_MD=axis_MD,
             share_NO=share_OM.T[len(known_KD) :],
+            error_O=error_O,
         )
         if not bag.noise or not _is_used(bag.position_PO[-1:]).any():
             break

@@ -24,7 +24,7 @@ is taken out first, and a token that the prefix has already has lost its block:
 log N(rows; S + y_n h h^T) - log N(rows; S).
 
 Shapes: O rows, D columns, N tokens, K states of a token or factors of its block, B prefixes,
-T tokens of a prefix.
+T tokens of a prefix, X numbers of a block.
 """
 
 from dataclasses import dataclass
@@ -78,11 +78,11 @@ class StateBlocks:
         state_NKD = state_NKD.double() / size
         count, states, width = state_NKD.shape
         row_OD, hardly_OD = matrix.value_OD.clone(), matrix.weight_OD < _HARDLY
-        block_NDD = state_NKD.mT @ state_NKD / states
+        block_NX = (state_NKD.mT @ state_NKD / states).flatten(1)
         variance_N = row_OD.new_full((count,), 1 / count)
         rest, eye_DD = row_OD.new_tensor(_BEGIN), torch.eye(width).to(row_OD)
         for turn in range(_TURNS + 1):
-            covariance_DD = (variance_N @ block_NDD.flatten(1)).view(width, width) + rest * eye_DD
+            covariance_DD = (variance_N @ block_NX).view(width, width) + rest * eye_DD
             precision_DD = torch.linalg.inv(covariance_DD)
             for value_D, hardly_D in zip(row_OD, hardly_OD, strict=True):
                 if not turn % 5 and hardly_D.any():
@@ -93,8 +93,8 @@ class StateBlocks:
             if turn == _TURNS:
                 break
             along_OD = row_OD @ precision_DD
-            square_N = torch.einsum("od,nde,oe->n", along_OD, block_NDD, along_OD)
-            expected_N = len(row_OD) * (block_NDD * precision_DD).sum((1, 2))
+            square_N = block_NX @ (along_OD.T @ along_OD).flatten()
+            expected_N = len(row_OD) * (block_NX @ precision_DD.flatten())
             variance_N = variance_N * (square_N / expected_N).sqrt()
             expected = len(row_OD) * precision_DD.trace()
             rest = rest * (along_OD.square().sum() / expected).sqrt()

@@ -7,8 +7,9 @@ import torch
 
 from fedleak.attacks import certificate
 from fedleak.attacks.clock import UNLIMITED, Clock
+from fedleak.attacks.listening import listening
 from fedleak.attacks.measured_gradient import measured
-from fedleak.attacks.subspace.bag_search import _Search, texts_of_bag
+from fedleak.attacks.subspace.bag_search import _Search, _Shares, texts_of_bag
 from fedleak.attacks.subspace.depth_search import adapters_of, layer_rows
 from fedleak.attacks.subspace.sparse_bayes import sparse_tokens
 from fedleak.attacks.subspace.update_evidence import last_hidden
@@ -49,16 +50,16 @@ def read(small, observe):
 @torch.no_grad()
 def test_the_shares_of_texts_add_up_to_those_of_the_batch(read, family):
     model, own, gradient, bag = read(family)
-    search = _Search(model, gradient, bag, UNLIMITED)
-    share_NO = search._shares(own).sum(0)
-    factor = (share_NO * search._share_NO).sum() / share_NO.square().sum()
-    torch.testing.assert_close(factor * share_NO, search._share_NO, rtol=1e-3, atol=1e-3)
+    search = _Search(model, gradient, bag)
+    share_NO, all_NO = search._own_shares(own).sum(0), search._shares.all_NO
+    factor = (share_NO * all_NO).sum() / share_NO.square().sum()
+    torch.testing.assert_close(factor * share_NO, all_NO, rtol=1e-3, atol=1e-3)
 
 
 @torch.no_grad()
 def test_gradients_of_texts_are_those_of_autograd(read):
     model, own, gradient, bag = read()
-    search = _Search(model, gradient, bag, UNLIMITED)
+    search = _Search(model, gradient, bag)
     names = adapters_of(model, gradient, 0)
     for ids, gradient_OD in zip(own, search._gradients(own), strict=True):
         sent = certificate.mean_gradient(model, [(ids, 0)], names)
@@ -93,11 +94,37 @@ def test_a_text_of_which_a_token_is_not_known_is_no_other_text(read):
 @torch.no_grad()
 def test_a_text_that_is_read_leaves_no_shares(read):
     model, own, gradient, bag = read(texts=TEXTS[:1])
-    search = _Search(model, gradient, bag, UNLIMITED)
-    text = search.text(12, UNLIMITED)
+    search = _Search(model, gradient, bag)
+    search.begin(0, UNLIMITED)
+    (text,) = search.texts(12, 1, UNLIMITED)
     assert certificate.close(model, text.ids) == own[0]
-    assert search._left_NO.norm() < 1e-3 * search._share_NO.norm()
-    assert search.text(12, UNLIMITED) is None
+    shares = search._shares
+    assert shares.left_NO.norm() < 1e-3 * shares.all_NO.norm()
+    assert not shares.standing.any()
+    assert search.texts(12, 1, UNLIMITED) == []
+
+
+@torch.no_grad()
+def test_states_of_texts_that_were_read_are_known(read):
+    model, own, gradient, bag = read(texts=["she told us that she knows", "nobody knows"])
+    search = _Search(model, gradient, bag)
+    search.begin(0, UNLIMITED)
+    shares, share_NO = search._shares, search._own_shares(own)
+    text = next(text for text in shares.read({own[0]: share_NO[0]})[0])
+    search._shares, search._ended = shares.without(text), [own[0]]
+    states = [torch.zeros(len(bag.tokens_N), 5, module.in_features) for module in search._inputs_of]
+    search._put_in(states)
+    with listening(search._inputs_of) as heard:
+        last_hidden(model, torch.tensor([own[0][:-1]]))
+    for state_NKD, module in zip(states, search._inputs_of, strict=True):
+        for row, token in enumerate(bag.tokens_N.tolist()):
+            places = [place for place, word in enumerate(own[0][:-1]) if word == token]
+            if token in own[1] or not places:
+                assert not state_NKD[row].any()
+                continue
+            for factor in range(5):
+                place = places[factor % len(places)]
+                torch.testing.assert_close(state_NKD[row, factor], heard[module][0][0, place])
 
 
 @torch.no_grad()
@@ -106,24 +133,45 @@ def test_no_time_gives_no_text(read):
     assert texts_of_bag(model, gradient, bag, Clock(0.0), unheard) == []
 
 
+def among(search, shares, *texts):
+    """Returns which texts are read by their tokens' shares."""
+    closed = dict(zip(texts, search._own_shares(texts), strict=True))
+    return [text.ids for text in shares.read(closed)[0]]
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.03])
 @torch.no_grad()
-def test_shares_agree_of_right_texts_alone(read):
+def test_shares_agree_of_right_texts_alone(read, noise):
     model, own, gradient, bag = read()
-    search = _Search(model, gradient, bag, UNLIMITED)
+    search = _Search(model, gradient, bag)
+    shares, size_N1 = search._shares, noise * search._shares.all_NO.norm(dim=1, keepdim=True)
+    drawn_NO = size_N1 * torch.randn(shares.all_NO.shape, generator=stream(3, "noise"))
+    blurred = shares._replace(
+        left_NO=shares.left_NO + drawn_NO, variance_NO=shares.variance_NO + size_N1.square()
+    )
     for ids in own:
         (*words, last, end) = ids
         exchanged = (*words[:-2], words[-1], words[-2], last, end)
         wrong = [(*words, end), (*words, own[0][2], end), (*words, last, last, end), exchanged]
-        assert search._agreeing([text for text in wrong if text not in own]) is None
-        text = search._agreeing([*wrong[:1], ids])
-        assert text is not None
-        assert certificate.close(model, text.ids) == ids
+        wrong = [text for text in wrong if text not in own]
+        if not noise:
+            assert among(search, shares, *wrong) == []
+        assert among(search, blurred, *wrong, ids)[:1] == [ids]
+    assert {*among(search, blurred, *own)} == {*own}
+
+
+@torch.no_grad()
+def test_noise_of_which_shares_are_lost_leaves_no_text(read):
+    model, own, gradient, bag = read()
+    search = _Search(model, gradient, replace(bag, error_O=bag.share_NO.norm(dim=0)))
+    assert among(search, search._shares, *own) == []
 
 
 @torch.no_grad()
 def test_a_beam_says_of_its_prefixes_what_whole_prefixes_say(read):
     model, _, gradient, bag = read()
-    search = _Search(model, gradient, bag, UNLIMITED)
+    search = _Search(model, gradient, bag)
+    search.begin(0, UNLIMITED)
     beam, rows_N = search._begun(), torch.arange(len(bag.tokens_N))
     for _ in range(3):
         beam = search._grown(beam, rows_N, 4)
@@ -138,16 +186,12 @@ def test_a_beam_says_of_its_prefixes_what_whole_prefixes_say(read):
 
 
 @torch.no_grad()
-def test_the_beginning_of_a_text_is_not_enough(read, monkeypatch):
+def test_the_beginning_of_a_text_is_not_enough(read):
     """Its shares lack nothing but what later tokens give, which may be little."""
-    model, own, gradient, bag = read()
-    search = _Search(model, gradient, bag, UNLIMITED)
-    ids = max(own, key=len)
-    share_NO = search._left_NO.clone()
-    monkeypatch.setattr(search, "_shares", lambda texts: share_NO[None])
+    _, own, _, bag = read()
+    shares, ids = _Shares.of(bag), max(own, key=len)
+    share_NO = shares.left_NO.clone()
     share_NO[bag.tokens_N == ids[1]] *= -1
-    left_NO = search._left_NO
-    assert search._agreeing([ids]) is not None
-    search._left_NO, late = left_NO, torch.isin(bag.tokens_N, torch.tensor(ids[-4:-1]))
-    share_NO[late] *= -1
-    assert search._agreeing([ids]) is None
+    assert shares.agreeing(ids, share_NO) is not None
+    share_NO[torch.isin(bag.tokens_N, torch.tensor(ids[-4:-1]))] *= -1
+    assert shares.agreeing(ids, share_NO) is None

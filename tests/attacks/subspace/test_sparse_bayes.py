@@ -116,7 +116,8 @@ def test_a_text_of_repeated_tokens_is_placed(rows: int, rng: torch.Generator) ->
         shares + random(*shares.shape, rng=rng) for shares in (token_NO, position_PO)
     )
     shares = noisy_token_NO, noisy_position_PO
-    bag = Bag(tokens_N, 1.0, *shares, tokens_N[:0], torch.eye(len(tokens_N)), token_NO)
+    alike_A, axis_MD, error_O = tokens_N[:0], torch.eye(len(tokens_N)), torch.ones(rows)
+    bag = Bag(tokens_N, 1.0, *shares, alike_A, axis_MD, token_NO, error_O)
     assert placed_text(bag) == own
     assert placed_text(replace(bag, position_PO=position_PO[:0])) is None
 
