@@ -295,7 +295,7 @@ class _Search:
                 states_of.setdefault(token, []).append(of_layers)
         for row in (~self._shares.standing).nonzero()[:, 0].tolist():
             places = states_of.get(tokens[row], [])
-            for state_NKD, *vectors in zip(states, *places, strict=True):
+            for state_NKD, *vectors in zip(states, *places, strict=False):  # not all in time
                 if vectors:
                     again = -(-state_NKD.shape[1] // len(vectors))
                     state_NKD[row] = torch.stack(vectors).repeat(again, 1)[: state_NKD.shape[1]]

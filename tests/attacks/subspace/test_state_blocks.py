@@ -57,6 +57,26 @@ def test_nats_are_those_of_whole_covariances(rng):
             assert float(nats_1N[0, token]) == pytest.approx(after - before, rel=1e-2, abs=0.02)
 
 
+def test_variances_are_learned_as_by_whole_matrices(rng):
+    state_NKD = states(rng).double()
+    matrix = rows_of(state_NKD[:, 0].float(), rng)
+    blocks = StateBlocks.learned(matrix, state_NKD)
+    unit_NKD = state_NKD / state_NKD.square().mean().sqrt()
+    block_NDD = [state_KD.T @ state_KD / STATES for state_KD in unit_NKD]
+    variances, rest = [1 / TOKENS] * TOKENS, 0.1
+    for _ in range(10):
+        covariance_DD = rest * torch.eye(WIDTH).double()
+        for variance, block_DD in zip(variances, block_NDD, strict=True):
+            covariance_DD += variance * block_DD
+        precision_DD = torch.linalg.inv(covariance_DD)
+        along_OD = matrix.value_OD @ precision_DD
+        for token, block_DD in enumerate(block_NDD):
+            square = sum(float(along_D @ block_DD @ along_D) for along_D in along_OD) / ROWS
+            variances[token] *= (square / float((precision_DD @ block_DD).trace())) ** 0.5
+        rest *= float(along_OD.square().sum() / ROWS / precision_DD.trace()) ** 0.5
+    assert blocks.variance_N.tolist() == pytest.approx(variances, rel=1e-4)
+
+
 def test_the_right_state_of_each_token_speaks_most_for_it(rng):
     state_NKD = states(rng)
     blocks = StateBlocks.learned(rows_of(state_NKD[:, 0], rng), state_NKD[:, 1:])
