@@ -26,7 +26,7 @@ X any axes.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -86,8 +86,8 @@ _AGREE, _LATE, _SURE = 0.3, 3, 20.0
 last tokens of which one must be among these, because the first agree with some other texts; and
 nats that speak for a text."""
 
-_FEW = 0.5
-"""Of a text of which a smaller share of tokens agrees, other ends are tried."""
+_FEW, _ENDS = 0.5, 32
+"""Of a text of which a smaller share of tokens agrees other ends are tried, so many at once."""
 
 _CLEAR, _GONE = 3.0, 0.01
 """Shares below so many times their error say nothing; a token of whose shares less than this part
@@ -303,7 +303,7 @@ class _Search:
     def texts(self, width: int, most: int, clock: Clock) -> list[Judged]:
         """Returns texts, `most` of them at most, whose tokens' shares agree, and takes these out.
 
-        A beam grows until there are some, or nothing speaks for more tokens.
+        A beam grows until some agree, and by a few more tokens, or until nothing speaks for more.
         """
         rows_N = (self._shares.standing & self._usual_N.isfinite()).nonzero()[:, 0]
         longest = min(_LONGEST, _REPEATED * len(rows_N), self._model.max_length - 1)
@@ -323,22 +323,27 @@ class _Search:
             more += bool(texts)
             if stale == _STALE or more > _MORE or len(texts) >= most:
                 break
-        while ends := [ids for ids in self._other_ends(texts, rows_N) if ids not in closed]:
+        while not clock.up() and (ends := self._other_ends(texts, rows_N, closed)):
             closed |= zip(ends, self._own_shares(ends), strict=True)
             texts, left = self._shares.read(closed)
         self._shares = left
         self._ended += [text.ids for text in texts]
         return [Judged(text.ids[:-1], -text.nats, math.inf) for text in texts[:most]]
 
-    def _other_ends(self, texts: Sequence[_Agreeing], rows_N: Tensor) -> Iterator[Ids]:
-        """Yields texts of which few tokens agree with one less or more, or another one, at last."""
+    def _other_ends(
+        self, texts: Sequence[_Agreeing], rows_N: Tensor, closed: Mapping[Ids, Tensor]
+    ) -> list[Ids]:
+        """Returns texts of which few tokens agree with one less or more, or another one, at last.
+
+        They are new ones, and only some at once, because time may be up.
+        """
+        tokens, ends = self._bag.tokens_N[rows_N].tolist(), list[Ids]()
         for text in texts:
             if text.share < _FEW:
                 (*words, last, end) = text.ids
-                tokens = self._bag.tokens_N[rows_N].tolist()
-                yield from ((*words, token, end) for token in tokens)
-                yield from ((*words, last, token, end) for token in tokens)
-                yield (*words, end)
+                ends += [(*words, end), *((*words, token, end) for token in tokens)]
+                ends += [(*words, last, token, end) for token in tokens]
+        return [ids for ids in ends if ids not in closed][:_ENDS]
 
     def _begun(self) -> _Beam:
         """Returns what begins all texts."""

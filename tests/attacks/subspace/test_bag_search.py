@@ -144,8 +144,10 @@ def test_of_a_text_of_which_little_agrees_other_ends_are_tried(read):
     (*words, last, end) = own[0]
     for wrong in [(*words, end), (*words, words[-1], end), (*words, last, last, end)]:
         text = _Agreeing(wrong, 30.0, 0.4, bag.share_NO)
-        assert own[0] in search._other_ends([text], rows_N)
-        assert not [*search._other_ends([text._replace(share=0.6)], rows_N)]
+        ends = search._other_ends([text], rows_N, {})
+        assert own[0] in ends
+        assert own[0] not in search._other_ends([text], rows_N, dict.fromkeys(ends))
+        assert search._other_ends([text._replace(share=0.6)], rows_N, {}) == []
 
 
 @torch.no_grad()
