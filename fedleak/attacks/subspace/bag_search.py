@@ -154,11 +154,11 @@ class _Shares(NamedTuple):
     variance_NO: Tensor
 
     @classmethod
-    def of(cls, bag: Bag) -> "_Shares":
-        """Takes those of a bag."""
-        size_O = bag.share_NO.square().mean(0).sqrt()
+    def of(cls, bag: Bag, size_O: Tensor) -> "_Shares":
+        """Takes those of a bag, and their root mean square in each row."""
         share_NO = bag.share_NO / size_O
-        return cls(bag.tokens_N, share_NO, share_NO, (bag.error_O / size_O).square() + 0 * share_NO)
+        variance_NO = (bag.error_O / size_O).square().expand_as(share_NO)
+        return cls(bag.tokens_N, share_NO, share_NO, variance_NO)
 
     @property
     def standing(self) -> Tensor:
@@ -256,7 +256,8 @@ class _Search:
         self._first, (self._end,) = first_tokens(model), certificate.close(model, ())
         self._adapters = [_module(model, name) for name in adapters_of(model, gradient, 0)]
         self._size_U = layer_rows(model, gradient, 0)[0].size_U
-        self._size_O, self._shares = bag.share_NO.square().mean(0).sqrt(), _Shares.of(bag)
+        self._size_O = bag.share_NO.square().mean(0).sqrt()
+        self._shares = _Shares.of(bag, self._size_O)
         self._apart_DM = torch.linalg.pinv(bag.axis_MD)
         came = [n for n in range(1, model.num_layers) if adapters_of(model, gradient, n)]
         numbers = [*came[:_NEAR], *came[_NEAR::_FAR]]

@@ -131,7 +131,8 @@ def test_states_of_texts_that_were_read_are_known(read, monkeypatch):
 def test_a_text_that_was_read_is_not_read_again(read):
     """What errors leave of its shares resembles them."""
     model, own, gradient, bag = read()
-    shares, share_NO = _Shares.of(bag), _Search(model, gradient, bag)._own_shares(own[:1])[0]
+    search = _Search(model, gradient, bag)
+    shares, share_NO = search._shares, search._own_shares(own[:1])[0]
     text = shares.agreeing(own[0], share_NO)
     left = shares.without(text._replace(part_NO=0.98 * text.part_NO))
     assert left.agreeing(own[0], share_NO) is None
@@ -206,8 +207,8 @@ def test_shares_agree_of_right_texts_alone(read, noise, known):
 @torch.no_grad()
 def test_the_text_with_the_most_nats_is_taken_first(read):
     model, own, gradient, bag = read()
-    shares = _Shares.of(bag)
-    share_NO = _Search(model, gradient, bag)._own_shares(own[:1])[0]
+    search = _Search(model, gradient, bag)
+    shares, share_NO = search._shares, search._own_shares(own[:1])[0]
     first = share_NO.clone()
     first[bag.tokens_N == own[0][2]] *= -1
     closed = {(*own[0][:-1], own[0][-2], own[0][-1]): first, own[0]: share_NO}
@@ -272,8 +273,8 @@ def test_a_beam_says_of_its_prefixes_what_whole_prefixes_say(read):
 @torch.no_grad()
 def test_the_beginning_of_a_text_is_not_enough(read):
     """Its shares lack nothing but what later tokens give, which may be little."""
-    _, own, _, bag = read()
-    shares, ids = _Shares.of(bag), max(own, key=len)
+    model, own, gradient, bag = read()
+    shares, ids = _Search(model, gradient, bag)._shares, max(own, key=len)
     share_NO = shares.left_NO.clone()
     share_NO[bag.tokens_N == ids[1]] *= -1
     assert shares.agreeing(ids, share_NO) is not None
