@@ -9,10 +9,13 @@ whatever the others are: its own gradient gives its tokens' shares, all times on
   less that of other places, because it stands somewhere, and what its state explains of the rows of
   deeper layers (`state_blocks`). Of these nats the sign and the logarithm count, as a mean over
   layers, because rows are no Gaussian numbers. The first layers choose what all are asked about.
-- **Check.** Likely ends are closed. For each token of such a text speak the nats by which its
-  shares are likelier as those of the text than as any of their size. Noise of rows makes shares
-  uncertain, dropout by some hundredths and half precision by some thousandths, and a text whose
-  tokens agree within that is read, the one with the most nats first.
+- **Check.** Likely ends are closed, and each closed text is compared by its tokens' shares
+  (`text_shares`).
+- **Edits.** A beam seldom holds the whole of a right text, but often a text with a few words wrong.
+  Shares tell which of two wrong texts is nearer. So closed texts are climbed from: a text with one
+  token more, less or other takes the place of a text if its shares agree better. First those are
+  tried that put a likely token where shares agree least. A word that is not known to be in the
+  batch may be put there, too.
 - **Batches.** The shares of a text are taken out of all, before the others are weighed anew. Each
   search has other prefixes that the model writes, as which ones these are decides what is found.
   It knows the states of texts that were read.
@@ -20,9 +23,8 @@ whatever the others are: its own gradient gives its tokens' shares, all times on
 Nothing but the model and the rows is used. A batch is proved as any other, by its gradient or by
 the client's steps.
 
-Shapes: N tokens of the batch, O rows of adapters, D columns, B prefixes, T tokens of a prefix,
-K tokens of a text, F factors, M directions of first inputs, U rows of which some did not come,
-X any axes.
+Shapes: N tokens of the batch, O rows of adapters, D columns, V vocabulary, B prefixes, T tokens of
+a prefix, M directions of first inputs, U rows of which some did not come, X any axes.
 """
 
 import math
@@ -43,6 +45,7 @@ from fedleak.attacks.subspace.answer import Judged, OnJudged
 from fedleak.attacks.subspace.depth_search import adapters_of, layer_rows
 from fedleak.attacks.subspace.sparse_bayes import Bag
 from fedleak.attacks.subspace.state_blocks import StateBlocks
+from fedleak.attacks.subspace.text_shares import Checked, Shares
 from fedleak.attacks.subspace.update_evidence import (
     empty_cache,
     first_tokens,
@@ -78,20 +81,21 @@ _STATES = 1.5
 _CLOSED = 8
 """Prefixes that are closed at each length, at most."""
 
-_ERROR = 0.03
-"""Error of shares beside the noise of rows, as a part of them: half precision leaves as much."""
+_STARTS, _BEGIN = 3, 15.0
+"""Closed texts that are edited in vain, before a search ends; and nats of a text to begin with."""
 
-_AGREE, _LATE, _SURE = 0.3, 3, 20.0
-"""Share of a text's tokens that agree, at least, because the others may stand in other texts, too;
-last tokens of which one must be among these, because the first agree with some other texts; and
-nats that speak for a text."""
+_EDITS, _VAIN, _BETTER = 32, 4, 10.0
+"""Edits that are checked at once, times that this is done in vain, and nats that an edit brings."""
 
-_FEW, _ENDS = 0.5, 32
-"""Of a text of which a smaller share of tokens agrees other ends are tried, so many at once."""
+_PLACE = 8.0
+"""Ranks of a token for each nat in each row that speaks for the tokens around its place."""
 
-_CLEAR, _GONE = 3.0, 0.01
-"""Shares below so many times their error say nothing; a token of whose shares less than this part
-is left stands in no other text."""
+_UNNAMED, _WORSE = 32, 4
+"""Words that are not known to be in the batch, which the model finds likely at a place, and ranks
+by which they come later than those of the batch."""
+
+_LONGER, _ENDS = 6, 4
+"""Tokens that a beam puts at the end of a text, and its width."""
 
 _STALE, _MORE = 3, 2
 """Tokens by which a beam grows in vain, or once there is a text that agrees, before it ends: longer
@@ -120,105 +124,6 @@ class _Beam(NamedTuple):
     parts: list[Tensor]
     hidden_BD: Tensor
     cache: "DynamicCache"
-
-
-class _Agreeing(NamedTuple):
-    """A closed text whose tokens' shares agree.
-
-    Attributes:
-        ids: The text.
-        nats: What speaks for it.
-        share: Of its tokens that agree.
-        part_NO: The text's part of all shares.
-    """
-
-    ids: Ids
-    nats: float
-    share: float
-    part_NO: Tensor
-
-
-class _Shares(NamedTuple):
-    """What is known of the shares of a batch's tokens.
-
-    Attributes:
-        tokens_N: The tokens.
-        all_NO: Their shares in all texts; in each row they have a root mean square of 1.
-        left_NO: What is left of these without the texts that were read.
-        variance_NO: Of the errors of what is left.
-    """
-
-    tokens_N: Tensor
-    all_NO: Tensor
-    left_NO: Tensor
-    variance_NO: Tensor
-
-    @classmethod
-    def of(cls, bag: Bag, size_O: Tensor) -> "_Shares":
-        """Takes those of a bag, and their root mean square in each row."""
-        share_NO = bag.share_NO / size_O
-        variance_NO = (bag.error_O / size_O).square().expand_as(share_NO)
-        return cls(bag.tokens_N, share_NO, share_NO, variance_NO)
-
-    @property
-    def standing(self) -> Tensor:
-        """Which tokens [N] may stand in other texts than those that were read."""
-        standing_N: Tensor = self.left_NO.norm(dim=1) > _GONE * self.all_NO.norm(dim=1)
-        return standing_N
-
-    def without(self, text: _Agreeing) -> "_Shares":
-        """Returns what is left without a text."""
-        error_NO = _ERROR * text.part_NO
-        return self._replace(
-            left_NO=self.left_NO - text.part_NO, variance_NO=self.variance_NO + error_NO.square()
-        )
-
-    def agreeing(self, ids: Ids, share_NO: Tensor) -> _Agreeing | None:
-        """Returns a closed text if the shares of its tokens agree, but for one factor.
-
-        Args:
-            ids: The text.
-            share_NO: Of its own gradient.
-        """
-        clear_N = self.left_NO.norm(dim=1) > _CLEAR * self.variance_NO.sum(1).sqrt()
-        in_N = torch.isin(self.tokens_N, self.tokens_N.new_tensor(ids[:-1])) & clear_N
-        left_KO, share_KO = self.left_NO[in_N], share_NO[in_N]
-        square_K1 = left_KO.square().mean(1, keepdim=True)
-        variance_KO = self.variance_NO[in_N] + _ERROR**2 * square_K1
-        # A token that stands in no other text has the factor of all.
-        fitted_F = (share_KO * left_KO / variance_KO).sum(1) / (share_KO**2 / variance_KO).sum(1)
-        factor_F = fitted_F[fitted_F > 0]
-        if not len(factor_F):
-            return None
-        error_FKO = left_KO - factor_F[:, None, None] * share_KO
-        any_KO = variance_KO + square_K1
-        gained_KO = (any_KO / variance_KO).log() + left_KO.square() / any_KO
-        nats_FK = (gained_KO - error_FKO.square() / variance_KO).sum(2).clamp_min(0) / 2
-        nats, best = nats_FK.sum(1).max(0)
-        agrees_K = nats_FK[best] > 0
-        late_K = torch.isin(self.tokens_N[in_N], self.tokens_N.new_tensor(ids[-1 - _LATE : -1]))
-        agree, tokens = int(agrees_K.sum()), len({*ids[:-1]})
-        enough = agree >= max(_AGREE * tokens, 2) and nats >= _SURE
-        if not enough or not (agrees_K & late_K).any():
-            return None
-        return _Agreeing(ids, float(nats), agree / tokens, factor_F[best] * share_NO)
-
-    def read(self, closed: Mapping[Ids, Tensor]) -> "tuple[list[_Agreeing], _Shares]":
-        """Returns the texts whose tokens' shares agree, and what they leave.
-
-        That with the most nats is taken out before the others are weighed anew.
-
-        Args:
-            closed: Texts, with the shares of their own gradients.
-        """
-        texts, left, closed = list[_Agreeing](), self, dict(closed)
-        while True:
-            agreeing = (left.agreeing(*pair) for pair in closed.items())
-            best = max(filter(None, agreeing), key=lambda text: text.nats, default=None)
-            if best is None:
-                return texts, left
-            del closed[best.ids]
-            texts, left = [*texts, best], left.without(best)
 
 
 def texts_of_bag(
@@ -257,7 +162,7 @@ class _Search:
         self._adapters = [_module(model, name) for name in adapters_of(model, gradient, 0)]
         self._size_U = layer_rows(model, gradient, 0)[0].size_U
         self._size_O = bag.share_NO.square().mean(0).sqrt()
-        self._shares = _Shares.of(bag, self._size_O)
+        self._shares = Shares.of(bag, self._size_O)
         self._apart_DM = torch.linalg.pinv(bag.axis_MD)
         came = [n for n in range(1, model.num_layers) if adapters_of(model, gradient, n)]
         numbers = [*came[:_NEAR], *came[_NEAR::_FAR]]
@@ -302,14 +207,22 @@ class _Search:
                     state_NKD[row] = torch.stack(vectors).repeat(again, 1)[: state_NKD.shape[1]]
 
     def texts(self, width: int, most: int, clock: Clock) -> list[Judged]:
-        """Returns texts, `most` of them at most, whose tokens' shares agree, and takes these out.
+        """Returns texts, `most` at most, whose tokens' shares agree, and takes these out."""
+        rows_N = (self._shares.standing & self._usual_N.isfinite()).nonzero()[:, 0]
+        closed = self._closed(width, most, rows_N, clock)
+        closed |= self._edited(closed, most, rows_N, clock)
+        texts, self._shares = self._shares.read(closed)
+        self._ended += [text.ids for text in texts]
+        return [Judged(text.ids[:-1], -text.nats, math.inf) for text in texts[:most]]
+
+    def _closed(self, width: int, most: int, rows_N: Tensor, clock: Clock) -> dict[Ids, Tensor]:
+        """Returns likely texts, with the shares of their own gradients.
 
         A beam grows until some agree, and by a few more tokens, or until nothing speaks for more.
         """
-        rows_N = (self._shares.standing & self._usual_N.isfinite()).nonzero()[:, 0]
         longest = min(_LONGEST, _REPEATED * len(rows_N), self._model.max_length - 1)
-        closed, texts, left = dict[Ids, Tensor](), list[_Agreeing](), self._shares
-        beam, highest, stale, more = self._begun(), -math.inf, 0, 0
+        closed, beam = dict[Ids, Tensor](), self._begun()
+        highest, stale, more = -math.inf, 0, 0
         lengths = range(len(self._first), longest if self._blocks else 0)
         for _ in clock.paced(lengths):
             count = max(width, _EARLY * width // (len(beam.ids[0]) + 1))
@@ -318,33 +231,97 @@ class _Search:
             stale, highest = (0, nats) if nats > highest else (stale + 1, highest)
             end_B = self._log_probabilities(beam.hidden_BD)[:, self._end]
             likely = (beam.nats_B + end_B).topk(min(_CLOSED, len(end_B))).indices
-            ended = [(*beam.ids[row], self._end) for row in likely.tolist()]
-            closed |= zip(ended, self._own_shares(ended), strict=True)
-            texts, left = self._shares.read(closed)
+            closed |= self._checkable([(*beam.ids[row], self._end) for row in likely.tolist()])
+            texts, _ = self._shares.read(closed)
             more += bool(texts)
             if stale == _STALE or more > _MORE or len(texts) >= most:
                 break
-        while not clock.up() and (ends := self._other_ends(texts, rows_N, closed)):
-            closed |= zip(ends, self._own_shares(ends), strict=True)
-            texts, left = self._shares.read(closed)
-        self._shares = left
-        self._ended += [text.ids for text in texts]
-        return [Judged(text.ids[:-1], -text.nats, math.inf) for text in texts[:most]]
+        return closed
 
-    def _other_ends(
-        self, texts: Sequence[_Agreeing], rows_N: Tensor, closed: Mapping[Ids, Tensor]
-    ) -> list[Ids]:
-        """Returns texts of which few tokens agree with one less or more, or another one, at last.
+    def _edited(
+        self, closed: Mapping[Ids, Tensor], most: int, rows_N: Tensor, clock: Clock
+    ) -> dict[Ids, Tensor]:
+        """Returns texts that agree, to which edits of closed texts lead, with their own shares.
 
-        They are new ones, and only some at once, because time may be up.
+        Each time it begins with the text that has the most nats of tokens that none had before.
         """
-        tokens, ends = self._bag.tokens_N[rows_N].tolist(), list[Ids]()
-        for text in texts:
-            if text.share < _FEW:
-                (*words, last, end) = text.ids
-                ends += [(*words, end), *((*words, token, end) for token in tokens)]
-                ends += [(*words, last, token, end) for token in tokens]
-        return [ids for ids in ends if ids not in closed][:_ENDS]
+        starts, better, vain = dict(closed), dict[Ids, Tensor](), 0
+        tokens_N = self._shares.tokens_N
+        new_N = torch.ones_like(tokens_N, dtype=torch.bool)
+        while starts and vain < _STARTS and not clock.up():
+            texts, rest = self._shares.read({**closed, **better})
+            checked = (rest.checked(*pair) for pair in starts.items())
+            start = max(checked, key=lambda text: float(text.nats_N[new_N].sum()))
+            if len(texts) >= most or float(start.nats_N[new_N].sum()) < _BEGIN:
+                break
+            del starts[start.ids]
+            last, share_NO = self._climbed(start, rest, rows_N, clock)
+            new_N &= ~torch.isin(tokens_N, tokens_N.new_tensor([*start.ids, *last.ids]))
+            vain = 0 if last.agrees else vain + 1
+            if last.agrees:
+                better[last.ids] = share_NO
+        return better
+
+    def _climbed(
+        self, text: Checked, shares: Shares, rows_N: Tensor, clock: Clock
+    ) -> tuple[Checked, Tensor]:
+        """Returns what edits of a text lead to that agree ever better, and its own shares."""
+        tried, edits, vain = {text.ids}, self._edits(text, rows_N), 0
+        (share_NO,) = self._own_shares([text.ids])
+        while edits and not text.agrees and vain < _VAIN and not clock.up():
+            closed, edits = self._checkable(edits[:_EDITS]), edits[_EDITS:]
+            best = max((shares.checked(*pair) for pair in closed.items()), key=_nats)
+            tried |= {*closed}
+            vain += 1
+            if best.nats > text.nats + _BETTER:
+                text, share_NO, vain = best, closed[best.ids], 0
+                edits = [ids for ids in self._edits(text, rows_N) if ids not in tried]
+        return text, share_NO
+
+    def _edits(self, text: Checked, rows_N: Tensor) -> list[Ids]:
+        """Returns texts with one token more, less or other than a text, the likeliest first.
+
+        Before all stand those that a beam makes longer. A token is likely that is so behind those
+        before it, by words or by states; a place is, where little speaks for the tokens around.
+        """
+        (*words, end), named_N = text.ids, self._bag.tokens_N
+        nats_of = dict(zip(named_N.tolist(), text.nats_N.tolist(), strict=True))
+        nats = [nats_of.get(word, 0.0) for word in words]
+        beam, ranks = self._begun(), dict[Ids, float]()
+        for place in range(len(self._first), len(words) + 1):
+            before, token, after = words[:place], words[place : place + 1], words[place + 1 :]
+            around = nats[max(place - 1, 0) : place + 2]
+            sure = _PLACE * sum(around) / len(around) / len(self._size_O)
+            for other, rank in self._likely(beam, rows_N).items():
+                for ids in ((*before, other, *token, *after, end), (*before, other, *after, end)):
+                    ranks[ids] = min(ranks.get(ids, math.inf), rank + sure)
+            if token:
+                ranks[*before, *after, end] = sure
+                zero_1 = rows_N.new_zeros(1)
+                beam, _ = self._longer(beam, zero_1, zero_1 + token[0])
+        for _ in range(min(_LONGER, self._model.max_length - 1 - len(words))):
+            beam = self._grown(beam, rows_N, _ENDS)
+            ranks |= {(*ids, end): -1.0 for ids in beam.ids}
+        shortest, longest = len(self._first) + 2, self._model.max_length
+        edits = (ids for ids in ranks if shortest <= len(ids) <= longest and ids != text.ids)
+        return sorted(edits, key=lambda ids: ranks[ids])
+
+    def _likely(self, beam: _Beam, rows_N: Tensor) -> dict[int, float]:
+        """Returns the rank of tokens of the batch behind a prefix, and of some other words."""
+        _, nats_BN, ranked_BN = self._ranked(beam, rows_N)
+        rank_2N = torch.cat([nats_BN, ranked_BN]).argsort(descending=True).argsort()
+        tokens = self._bag.tokens_N[rows_N].tolist()
+        ranks = dict(zip(tokens, rank_2N.min(0).values.tolist(), strict=True))
+        if beam.ids[0]:
+            (likely_V,) = self._log_probabilities(beam.hidden_BD)
+            likely_V[[*self._bag.tokens_N.tolist(), self._end]] = -math.inf
+            unnamed = likely_V.topk(min(_UNNAMED, int(likely_V.isfinite().sum()))).indices.tolist()
+            ranks |= {word: _WORSE + rank / 2 for rank, word in enumerate(unnamed)}
+        return ranks
+
+    def _checkable(self, texts: Sequence[Ids]) -> dict[Ids, Tensor]:
+        """Returns closed texts, with the shares of their own gradients."""
+        return dict(zip(texts, self._own_shares(texts), strict=True))
 
     def _begun(self) -> _Beam:
         """Returns what begins all texts."""
@@ -356,8 +333,13 @@ class _Search:
             beam, _ = self._longer(beam, zero_1.long(), token_1)
         return beam
 
-    def _grown(self, beam: _Beam, rows_N: Tensor, count: int) -> _Beam:
-        """Returns the best of the prefixes with one more of some tokens."""
+    def _ranked(self, beam: _Beam, rows_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns what speaks for prefixes with one more of some tokens.
+
+        Returns:
+            Which tokens [B, N] a prefix has already, what speaks for it by words, and by the states
+            of the first layers, too.
+        """
         tokens_N = self._bag.tokens_N[rows_N]
         again_BN = torch.tensor(
             [[token in ids for token in tokens_N.tolist()] for ids in beam.ids],
@@ -370,8 +352,13 @@ class _Search:
         states = self._states(beam.cache, len(beam.ids), tokens_N)
         near = zip(self._blocks[:_NEAR], states, beam.parts[:_NEAR], strict=True)
         whites = [blocks.beside(state_BND, part) for blocks, state_BND, part in near]
-        ranked = (nats_BN + self._explained(whites, rows_N, again_BN)).flatten()
-        tried = ranked.topk(min(_TRIED * count, len(ranked))).indices
+        return again_BN, nats_BN, nats_BN + self._explained(whites, rows_N, again_BN)
+
+    def _grown(self, beam: _Beam, rows_N: Tensor, count: int) -> _Beam:
+        """Returns the best of the prefixes with one more of some tokens."""
+        tokens_N = self._bag.tokens_N[rows_N]
+        again_BN, nats_BN, ranked_BN = self._ranked(beam, rows_N)
+        tried = ranked_BN.flatten().topk(min(_TRIED * count, ranked_BN.numel())).indices
         rows_B, columns_B = tried // len(tokens_N), tried % len(tokens_N)
         longer, whites = self._longer(beam, rows_B, tokens_N[columns_B])
         again_1B = again_BN.flatten()[None, tried]
@@ -499,6 +486,10 @@ class _Search:
         logits_BV = logits(self._model, hidden_BD)
         logits_BV[:, [token for token in unsaid(self._model) if token != self._end]] = -math.inf
         return logits_BV.log_softmax(-1)
+
+
+def _nats(text: Checked) -> float:
+    return text.nats
 
 
 def _module(model: LanguageModel, name: str) -> nn.Module:

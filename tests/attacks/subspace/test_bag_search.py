@@ -10,10 +10,24 @@ from fedleak.attacks import certificate
 from fedleak.attacks.clock import UNLIMITED, Clock
 from fedleak.attacks.listening import listening
 from fedleak.attacks.measured_gradient import measured
-from fedleak.attacks.subspace.bag_search import _MORE, _Agreeing, _Search, _Shares, texts_of_bag
+from fedleak.attacks.subspace import bag_search
+from fedleak.attacks.subspace.bag_search import (
+    _BETTER,
+    _EDITS,
+    _ENDS,
+    _LONGER,
+    _MORE,
+    _STARTS,
+    _UNNAMED,
+    _VAIN,
+    _WORSE,
+    _Search,
+    texts_of_bag,
+)
 from fedleak.attacks.subspace.depth_search import adapters_of, layer_rows
 from fedleak.attacks.subspace.sparse_bayes import sparse_tokens
 from fedleak.attacks.subspace.state_blocks import StateBlocks
+from fedleak.attacks.subspace.text_shares import Checked, Shares
 from fedleak.attacks.subspace.update_evidence import last_hidden
 from fedleak.models import CAUSAL_LM
 from fedleak.models.lora import Lora, adapt_
@@ -28,11 +42,11 @@ def unheard(step, steps, best):
 
 @pytest.fixture
 def read(small, observe):
-    """Returns a decoder with adapters of two rows each, its texts, their gradient and tokens."""
+    """Returns a decoder with adapters of few rows, its texts, their gradient and tokens."""
 
-    def make(family="llama", texts=TEXTS):
+    def make(family="llama", texts=TEXTS, rank=2):
         model = small(family, CAUSAL_LM, layers=4, width=128)
-        adapt_(model.module, Lora(2, 4.0), model.family.classifier)
+        adapt_(model.module, Lora(rank, 2.0 * rank), model.family.classifier)
         rng = stream(0, "adapters")
         for name, parameter in model.trained().items():
             if "lora_" in name:
@@ -133,22 +147,9 @@ def test_a_text_that_was_read_is_not_read_again(read):
     model, own, gradient, bag = read()
     search = _Search(model, gradient, bag)
     shares, share_NO = search._shares, search._own_shares(own[:1])[0]
-    text = shares.agreeing(own[0], share_NO)
+    text = shares.checked(own[0], share_NO)
     left = shares.without(text._replace(part_NO=0.98 * text.part_NO))
-    assert left.agreeing(own[0], share_NO) is None
-
-
-@torch.no_grad()
-def test_of_a_text_of_which_little_agrees_other_ends_are_tried(read):
-    model, own, gradient, bag = read()
-    search, rows_N = _Search(model, gradient, bag), torch.arange(len(bag.tokens_N))
-    (*words, last, end) = own[0]
-    for wrong in [(*words, end), (*words, words[-1], end), (*words, last, last, end)]:
-        text = _Agreeing(wrong, 30.0, 0.4, bag.share_NO)
-        ends = search._other_ends([text], rows_N, {})
-        assert own[0] in ends
-        assert own[0] not in search._other_ends([text], rows_N, dict.fromkeys(ends))
-        assert search._other_ends([text._replace(share=0.6)], rows_N, {}) == []
+    assert not left.checked(own[0], share_NO).agrees
 
 
 @torch.no_grad()
@@ -212,13 +213,13 @@ def test_the_text_with_the_most_nats_is_taken_first(read):
     first = share_NO.clone()
     first[bag.tokens_N == own[0][2]] *= -1
     closed = {(*own[0][:-1], own[0][-2], own[0][-1]): first, own[0]: share_NO}
-    assert [shares.agreeing(*pair) is not None for pair in closed.items()] == [True, True]
+    assert [shares.checked(*pair).agrees for pair in closed.items()] == [True, True]
     assert [text.ids for text in shares.read(closed)[0]] == [own[0]]
 
 
 @pytest.mark.parametrize(
     ("tokens", "deviations", "reads"),
-    [(20, 2.5, False), (20, 30.0, True), (2, 3.2, False), (2, 30.0, True), (1, 30.0, False)],
+    [(20, 2.5, False), (20, 30.0, True), (3, 3.2, False), (3, 30.0, True), (2, 30.0, False)],
 )
 @torch.no_grad()
 def test_noise_of_which_shares_are_lost_leaves_no_text(read, tokens, deviations, reads):
@@ -232,24 +233,20 @@ def test_noise_of_which_shares_are_lost_leaves_no_text(read, tokens, deviations,
     assert (among(search, noisy, ids) != []) is reads
 
 
-@pytest.mark.parametrize("share", [0.4, 0.6])
 @torch.no_grad()
-def test_a_beam_goes_on_behind_a_text_that_agrees(read, monkeypatch, share):
-    """Other ends are tried where little agrees."""
+def test_a_beam_goes_on_behind_a_text_that_agrees(read, monkeypatch):
     model, own, gradient, bag = read()
     search, lengths = _Search(model, gradient, bag), []
-    text = _Agreeing((*own[0][:-2], own[0][-1]), 30.0, share, bag.share_NO)
+    text = Checked(own[0], 30.0, True, bag.share_NO[:, 0], bag.share_NO)
 
     def reading(shares, closed):
         lengths.append({*closed})
         return [text] if len(lengths) > 1 else [], shares
 
-    monkeypatch.setattr(_Shares, "read", reading)
+    monkeypatch.setattr(Shares, "read", reading)
     search.begin(0, UNLIMITED)
-    search.texts(4, 5, UNLIMITED)
-    assert len(lengths) == 1 + 1 + _MORE + (share < 0.5)
-    ends = lengths[-1] - lengths[1 + _MORE]
-    assert (len(ends) > len(bag.tokens_N)) is (share < 0.5)
+    search._closed(4, 5, torch.arange(len(bag.tokens_N)), UNLIMITED)
+    assert len(lengths) == 1 + 1 + _MORE
 
 
 @torch.no_grad()
@@ -277,6 +274,238 @@ def test_the_beginning_of_a_text_is_not_enough(read):
     shares, ids = _Search(model, gradient, bag)._shares, max(own, key=len)
     share_NO = shares.left_NO.clone()
     share_NO[bag.tokens_N == ids[1]] *= -1
-    assert shares.agreeing(ids, share_NO) is not None
+    assert shares.checked(ids, share_NO).agrees
     share_NO[torch.isin(bag.tokens_N, torch.tensor(ids[-4:-1]))] *= -1
-    assert shares.agreeing(ids, share_NO) is None
+    assert not shares.checked(ids, share_NO).agrees
+
+
+def wrong_by_a_word(ids):
+    """Returns a text with a word in place of another one, one less, and one more."""
+    first, second, third, *others = ids
+    return [
+        (first, third, third, *others),
+        (first, third, *others),
+        (first, second, others[0], third, *others),
+    ]
+
+
+def checked(search, texts):
+    """Returns texts, compared with the shares of the batch."""
+    return list(map(search._shares.checked, texts, search._own_shares(texts)))
+
+
+@torch.no_grad()
+def test_shares_of_a_nearer_text_agree_better(read):
+    model, own, gradient, bag = read(rank=8)
+    search = _Search(model, gradient, bag)
+    for ids in own:
+        for near in wrong_by_a_word(ids):
+            far = (*near[:-2], near[1], near[-1])
+            right, nearer, farther = checked(search, [ids, near, far])
+            assert right.nats > nearer.nats > farther.nats
+            assert right.nats == pytest.approx(float(right.nats_N.sum()))
+            assert (right.agrees, nearer.agrees, farther.agrees) == (True, False, False)
+
+
+@pytest.mark.parametrize("known", [True, False])
+@torch.no_grad()
+def test_edits_hold_the_right_text(read, monkeypatch, known):
+    """The wrong word may be in place of one of which nothing is known."""
+    model, own, gradient, bag = read()
+    rows_N = torch.arange(len(bag.tokens_N))
+    if not known:
+        stays_N = bag.tokens_N != own[0][1]
+        bag = replace(
+            bag,
+            tokens_N=bag.tokens_N[stays_N],
+            share_NO=bag.share_NO[stays_N],
+            axis_MD=bag.axis_MD[torch.cat([~stays_N[:0], stays_N])],
+        )
+        rows_N = rows_N[:-1]
+        monkeypatch.setattr(bag_search, "_UNNAMED", len(model.tokenizer))
+    search = _Search(model, gradient, bag)
+    search.begin(0, UNLIMITED)
+    for wrong in checked(search, wrong_by_a_word(own[0])):
+        edits = search._edits(wrong, rows_N)
+        assert own[0] in edits
+        assert wrong.ids not in edits
+        assert len({*edits}) == len(edits)
+
+
+@torch.no_grad()
+def test_edits_are_texts_that_the_model_takes(read, monkeypatch):
+    model, own, gradient, bag = read()
+    search, rows_N = _Search(model, gradient, bag), torch.arange(len(bag.tokens_N))
+    search.begin(0, UNLIMITED)
+    monkeypatch.setattr(type(model), "max_length", len(own[0]))
+    (longest, shortest) = checked(search, [own[0], (*own[0][:2], own[0][-1])])
+    assert {len(ids) for ids in search._edits(longest, rows_N)} == {len(own[0]) - 1, len(own[0])}
+    assert min(map(len, search._edits(shortest, rows_N))) == 3
+
+
+@torch.no_grad()
+def test_edits_begin_where_little_agrees(read):
+    model, own, gradient, bag = read()
+    search, rows_N = _Search(model, gradient, bag), torch.arange(len(bag.tokens_N))
+    search.begin(0, UNLIMITED)
+    ids = own[1]
+    for place in (1, len(ids) - 2):
+        nats_N = torch.where(bag.tokens_N == ids[place], 0.0, 1e3)
+        text = Checked(ids, 1.0, False, nats_N, bag.share_NO)
+        others = [edit for edit in search._edits(text, rows_N) if len(edit) == len(ids)]
+        changed = [
+            next(n for n, pair in enumerate(zip(edit, ids, strict=True)) if pair[0] != pair[1])
+            for edit in others
+        ]
+        near = [abs(n - place) <= 1 for n in changed]
+        assert near == sorted(near, reverse=True)
+        assert 0 < sum(near) < len(near)
+
+
+def scripted(monkeypatch, nats_of):
+    """Lets texts have some nats, and agree with 100; each has all edits of the script."""
+    monkeypatch.setattr(_Search, "_edits", lambda *_: list(nats_of))
+    monkeypatch.setattr(
+        Shares,
+        "checked",
+        lambda shares, ids, share_NO: Checked(
+            ids, nats_of[ids], nats_of[ids] == 100, shares.left_NO[:, 0], share_NO
+        ),
+    )
+
+
+@torch.no_grad()
+def test_a_climb_goes_on_while_edits_are_better(read, monkeypatch):
+    model, own, gradient, bag = read()
+    search, rows_N = _Search(model, gradient, bag), torch.arange(len(bag.tokens_N))
+    texts = [(*own[0][:-1], token, own[0][-1]) for token in range(10, 500)]
+    heard, own_shares = [], _Search._own_shares
+
+    def listening_shares(search, some):
+        heard.append(some)
+        return own_shares(search, some)
+
+    monkeypatch.setattr(_Search, "_own_shares", listening_shares)
+
+    def climbed(nats_of):
+        heard.clear()
+        scripted(monkeypatch, nats_of)
+        start = search._shares.checked(own[0], bag.share_NO)
+        last, _ = search._climbed(start, search._shares, rows_N, UNLIMITED)
+        tried = [ids for some in heard for ids in some]
+        assert len({*tried}) == len(tried)
+        return last.ids, len(tried)
+
+    small = dict.fromkeys(texts, 20.0 + _BETTER)
+    in_vain = 1 + _VAIN * _EDITS
+    assert climbed({**small, own[0]: 20.0}) == (own[0], in_vain)
+    better = {**small, texts[_EDITS + 3]: 40.0, texts[_EDITS]: 35.0}
+    assert climbed({**better, own[0]: 20.0}) == (texts[_EDITS + 3], in_vain + 2 * _EDITS)
+    agrees = {**small, texts[0]: 100.0}
+    assert climbed({**agrees, own[0]: 20.0}) == (texts[0], 1 + _EDITS)
+
+
+@torch.no_grad()
+def test_texts_to_begin_with_have_tokens_that_none_had_before(read, monkeypatch):
+    model, own, gradient, bag = read(rank=8)
+    search, begun = _Search(model, gradient, bag), []
+    monkeypatch.setattr(
+        _Search,
+        "_climbed",
+        lambda _, text, *rest: [begun.append(text.ids), (text, bag.share_NO)][1],
+    )
+    monkeypatch.setattr(bag_search, "_BEGIN", 1.0)
+    near = [text for ids in own for text in wrong_by_a_word(ids)]
+    closed = dict(zip(near, search._own_shares(near), strict=True))
+    rows_N = torch.arange(len(bag.tokens_N))
+    assert search._edited(closed, 2, rows_N, UNLIMITED) == {}
+    assert 1 < len(begun) <= _STARTS
+    for number, ids in enumerate(begun):
+        assert {*ids} - {token for before in begun[:number] for token in before}
+    begun.clear()
+    monkeypatch.setattr(bag_search, "_STARTS", 1)
+    assert search._edited(closed, 2, rows_N, UNLIMITED) == {}
+    assert len(begun) == 1
+    begun.clear()
+    assert search._edited(closed, 0, rows_N, UNLIMITED) == {}
+    assert search._edited(closed, 2, rows_N, Clock(0.0)) == {}
+    monkeypatch.setattr(bag_search, "_BEGIN", 1e3)
+    assert search._edited(closed, 2, rows_N, UNLIMITED) == {}
+    assert begun == []
+
+
+@torch.no_grad()
+def test_a_text_that_was_edited_is_read(read, monkeypatch):
+    """No beam holds it."""
+    model, own, gradient, bag = read(rank=8)
+    search = _Search(model, gradient, bag)
+    search.begin(0, UNLIMITED)
+    near = wrong_by_a_word(own[0])[:1]
+    closed = dict(zip(near, search._own_shares(near), strict=True))
+    monkeypatch.setattr(_Search, "_closed", lambda *_: closed)
+    monkeypatch.setattr(bag_search, "_BEGIN", 1.0)
+    edits = [(*own[0][:-1], own[0][1], own[0][-1]), own[0]]
+    monkeypatch.setattr(_Search, "_edits", lambda *_: edits)
+    (text,) = search.texts(4, 2, UNLIMITED)
+    assert certificate.close(model, text.ids) == own[0]
+    assert not search._shares.standing[torch.isin(bag.tokens_N, torch.tensor(own[0][1:-1]))].any()
+
+
+@torch.no_grad()
+def test_edits_begin_with_longer_texts_of_a_beam(read):
+    model, own, gradient, bag = read()
+    search, rows_N = _Search(model, gradient, bag), torch.arange(len(bag.tokens_N))
+    search.begin(0, UNLIMITED)
+    (*words, _, end) = own[0]
+    (short,) = checked(search, [(*words, end)])
+    beam = search._begun()
+    for word in words[len(search._first) :]:
+        beam, _ = search._longer(beam, torch.zeros(1).long(), torch.tensor([word]))
+    longer = []
+    for _ in range(_LONGER):
+        beam = search._grown(beam, rows_N, _ENDS)
+        longer += [(*ids, end) for ids in beam.ids]
+    assert {*search._edits(short, rows_N)[: len(longer)]} == {*longer}
+
+
+@pytest.mark.parametrize("most", [_UNNAMED, 10_000])
+@torch.no_grad()
+def test_words_that_are_not_known_come_behind_likely_ones(read, monkeypatch, most):
+    model, own, gradient, bag = read()
+    search, rows_N = _Search(model, gradient, bag), torch.arange(len(bag.tokens_N))
+    search.begin(0, UNLIMITED)
+    monkeypatch.setattr(bag_search, "_UNNAMED", most)
+    beam, _ = search._longer(search._begun(), torch.zeros(1).long(), torch.tensor([own[0][1]]))
+    ranks = search._likely(beam, rows_N)
+    named = {token: ranks.pop(token) for token in bag.tokens_N.tolist()}
+    _, nats_BN, both_BN = search._ranked(beam, rows_N)
+    for token, nats, both in zip(named, nats_BN[0], both_BN[0], strict=True):
+        assert named[token] == min((nats_BN[0] > nats).sum(), (both_BN[0] > both).sum())
+    likely_V = search._log_probabilities(beam.hidden_BD)[0]
+    likely_V[[*named, search._end]] = -torch.inf
+    words = likely_V.argsort(descending=True).tolist()[: int(likely_V.isfinite().sum())][:most]
+    assert [*ranks] == words
+    assert [*ranks.values()] == [_WORSE + rank / 2 for rank in range(len(words))]
+
+
+@torch.no_grad()
+def test_texts_that_were_read_are_taken_out_before_others_are_edited(read, monkeypatch):
+    model, own, gradient, bag = read(rank=8)
+    search, weighed = _Search(model, gradient, bag), []
+
+    def climbed(search, text, shares, *rest):
+        weighed.append((text, shares))
+        return text, bag.share_NO
+
+    monkeypatch.setattr(_Search, "_climbed", climbed)
+    monkeypatch.setattr(bag_search, "_BEGIN", 1.0)
+    closed = [own[0], *wrong_by_a_word(own[0]), *wrong_by_a_word(own[1])]
+    shares_BNO = search._own_shares(closed)
+    closed = dict(zip(closed, shares_BNO, strict=True))
+    search._edited(closed, 2, torch.arange(len(bag.tokens_N)), UNLIMITED)
+    _, rest = search._shares.read({own[0]: shares_BNO[0]})
+    for text, shares in weighed:
+        assert text.ids in wrong_by_a_word(own[1])
+        torch.testing.assert_close(shares.left_NO, rest.left_NO)
+        assert text.nats == rest.checked(text.ids, closed[text.ids]).nats
+    assert weighed
