@@ -231,7 +231,7 @@ class _Search:
             stale, highest = (0, nats) if nats > highest else (stale + 1, highest)
             end_B = self._log_probabilities(beam.hidden_BD)[:, self._end]
             likely = (beam.nats_B + end_B).topk(min(_CLOSED, len(end_B))).indices
-            closed |= self._checkable([(*beam.ids[row], self._end) for row in likely.tolist()])
+            closed |= self._with_shares([(*beam.ids[row], self._end) for row in likely.tolist()])
             texts, _ = self._shares.read(closed)
             more += bool(texts)
             if stale == _STALE or more > _MORE or len(texts) >= most:
@@ -251,15 +251,18 @@ class _Search:
         while starts and vain < _STARTS and not clock.up():
             texts, rest = self._shares.read({**closed, **better})
             checked = (rest.checked(*pair) for pair in starts.items())
-            start = max(checked, key=lambda text: float(text.nats_N[new_N].sum()))
-            if len(texts) >= most or float(start.nats_N[new_N].sum()) < _BEGIN:
+            nats, start = max(
+                ((float(text.nats_N[new_N].sum()), text) for text in checked),
+                key=lambda pair: pair[0],
+            )
+            if len(texts) >= most or nats < _BEGIN:
                 break
             del starts[start.ids]
             last, share_NO = self._climbed(start, rest, rows_N, clock)
             new_N &= ~torch.isin(tokens_N, tokens_N.new_tensor([*start.ids, *last.ids]))
-            vain = 0 if last.agrees else vain + 1
+            vain += 1
             if last.agrees:
-                better[last.ids] = share_NO
+                better[last.ids], vain = share_NO, 0
         return better
 
     def _climbed(
@@ -269,8 +272,9 @@ class _Search:
         tried, edits, vain = {text.ids}, self._edits(text, rows_N), 0
         (share_NO,) = self._own_shares([text.ids])
         while edits and not text.agrees and vain < _VAIN and not clock.up():
-            closed, edits = self._checkable(edits[:_EDITS]), edits[_EDITS:]
-            best = max((shares.checked(*pair) for pair in closed.items()), key=_nats)
+            closed, edits = self._with_shares(edits[:_EDITS]), edits[_EDITS:]
+            checked = (shares.checked(*pair) for pair in closed.items())
+            best = max(checked, key=lambda text: text.nats)
             tried |= {*closed}
             vain += 1
             if best.nats > text.nats + _BETTER:
@@ -319,7 +323,7 @@ class _Search:
             ranks |= {word: _WORSE + rank / 2 for rank, word in enumerate(unnamed)}
         return ranks
 
-    def _checkable(self, texts: Sequence[Ids]) -> dict[Ids, Tensor]:
+    def _with_shares(self, texts: Sequence[Ids]) -> dict[Ids, Tensor]:
         """Returns closed texts, with the shares of their own gradients."""
         return dict(zip(texts, self._own_shares(texts), strict=True))
 
@@ -486,10 +490,6 @@ class _Search:
         logits_BV = logits(self._model, hidden_BD)
         logits_BV[:, [token for token in unsaid(self._model) if token != self._end]] = -math.inf
         return logits_BV.log_softmax(-1)
-
-
-def _nats(text: Checked) -> float:
-    return text.nats
 
 
 def _module(model: LanguageModel, name: str) -> nn.Module:
