@@ -241,7 +241,7 @@ class _Search:
     def _edited(
         self, closed: Mapping[Ids, Tensor], most: int, rows_N: Tensor, clock: Clock
     ) -> dict[Ids, Tensor]:
-        """Returns texts that agree, to which edits of closed texts lead, with their own shares.
+        """Returns texts that agree, to which edits of closed texts lead, with their part of shares.
 
         Each time it begins with the text that has the most nats of tokens that none had before.
         """
@@ -258,19 +258,16 @@ class _Search:
             if len(texts) >= most or nats < _BEGIN:
                 break
             del starts[start.ids]
-            last, share_NO = self._climbed(start, rest, rows_N, clock)
+            last = self._climbed(start, rest, rows_N, clock)
             new_N &= ~torch.isin(tokens_N, tokens_N.new_tensor([*start.ids, *last.ids]))
             vain += 1
             if last.agrees:
-                better[last.ids], vain = share_NO, 0
+                better[last.ids], vain = last.part_NO, 0
         return better
 
-    def _climbed(
-        self, text: Checked, shares: Shares, rows_N: Tensor, clock: Clock
-    ) -> tuple[Checked, Tensor]:
-        """Returns what edits of a text lead to that agree ever better, and its own shares."""
+    def _climbed(self, text: Checked, shares: Shares, rows_N: Tensor, clock: Clock) -> Checked:
+        """Returns what edits of a text lead to that agree ever better."""
         tried, edits, vain = {text.ids}, self._edits(text, rows_N), 0
-        (share_NO,) = self._own_shares([text.ids])
         while edits and not text.agrees and vain < _VAIN and not clock.up():
             closed, edits = self._with_shares(edits[:_EDITS]), edits[_EDITS:]
             checked = (shares.checked(*pair) for pair in closed.items())
@@ -278,9 +275,9 @@ class _Search:
             tried |= {*closed}
             vain += 1
             if best.nats > text.nats + _BETTER:
-                text, share_NO, vain = best, closed[best.ids], 0
+                text, vain = best, 0
                 edits = [ids for ids in self._edits(text, rows_N) if ids not in tried]
-        return text, share_NO
+        return text
 
     def _edits(self, text: Checked, rows_N: Tensor) -> list[Ids]:
         """Returns texts with one token more, less or other than a text, the likeliest first.

@@ -45,7 +45,7 @@ class Checked(NamedTuple):
     Attributes:
         ids: The text.
         nats: What speaks for it.
-        agrees: Whether it was in the batch.
+        agrees: Whether so many of its tokens agree that it was in the batch.
         nats_N: What speaks for each token of the batch in it.
         part_NO: The text's part of all shares.
     """
@@ -97,7 +97,7 @@ class Shares(NamedTuple):
 
         Args:
             ids: The text.
-            share_NO: Of its own gradient.
+            share_NO: Of its own gradient, times any factor.
         """
         clear_N = self.left_NO.norm(dim=1) > _CLEAR * self.variance_NO.sum(1).sqrt()
         in_N = torch.isin(self.tokens_N, self.tokens_N.new_tensor(ids[:-1])) & clear_N

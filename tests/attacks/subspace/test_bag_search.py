@@ -391,29 +391,30 @@ def test_a_climb_goes_on_while_edits_are_better(read, monkeypatch):
         heard.clear()
         scripted(monkeypatch, nats_of)
         start = search._shares.checked(own[0], bag.share_NO)
-        last, _ = search._climbed(start, search._shares, rows_N, UNLIMITED)
+        last = search._climbed(start, search._shares, rows_N, UNLIMITED)
         tried = [ids for some in heard for ids in some]
         assert len({*tried}) == len(tried)
         return last.ids, len(tried)
 
     small = dict.fromkeys(texts, 20.0 + _BETTER)
-    in_vain = 1 + _VAIN * _EDITS
+    in_vain = _VAIN * _EDITS
     assert climbed({**small, own[0]: 20.0}) == (own[0], in_vain)
     better = {**small, texts[_EDITS + 3]: 40.0, texts[_EDITS]: 35.0}
     assert climbed({**better, own[0]: 20.0}) == (texts[_EDITS + 3], in_vain + 2 * _EDITS)
     agrees = {**small, texts[0]: 100.0}
-    assert climbed({**agrees, own[0]: 20.0}) == (texts[0], 1 + _EDITS)
+    assert climbed({**agrees, own[0]: 20.0}) == (texts[0], _EDITS)
 
 
 @torch.no_grad()
 def test_texts_to_begin_with_have_tokens_that_none_had_before(read, monkeypatch):
     model, own, gradient, bag = read(rank=8)
     search, begun = _Search(model, gradient, bag), []
-    monkeypatch.setattr(
-        _Search,
-        "_climbed",
-        lambda _, text, *rest: [begun.append(text.ids), (text, bag.share_NO)][1],
-    )
+
+    def climbed(search, text, *rest):
+        begun.append(text.ids)
+        return text
+
+    monkeypatch.setattr(_Search, "_climbed", climbed)
     monkeypatch.setattr(bag_search, "_BEGIN", 1.0)
     near = [text for ids in own for text in wrong_by_a_word(ids)]
     closed = dict(zip(near, search._own_shares(near), strict=True))
@@ -495,7 +496,7 @@ def test_texts_that_were_read_are_taken_out_before_others_are_edited(read, monke
 
     def climbed(search, text, shares, *rest):
         weighed.append((text, shares))
-        return text, bag.share_NO
+        return text
 
     monkeypatch.setattr(_Search, "_climbed", climbed)
     monkeypatch.setattr(bag_search, "_BEGIN", 1.0)
