@@ -81,8 +81,9 @@ _STATES = 1.5
 _CLOSED = 8
 """Prefixes that are closed at each length, at most."""
 
-_STARTS, _BEGIN = 3, 15.0
-"""Closed texts that are edited in vain, before a search ends; and nats of a text to begin with."""
+_STARTS, _BEGIN, _NEARLY = 3, 15.0, 0.5
+"""Closed texts that are edited in vain, before a search ends; and nats of a text to begin with, in
+all and for each row and token."""
 
 _EDITS, _VAIN, _BETTER = 32, 4, 10.0
 """Edits that are checked at once, times that this is done in vain, and nats that an edit brings."""
@@ -251,11 +252,9 @@ class _Search:
         while starts and vain < _STARTS and not clock.up():
             texts, rest = self._shares.read({**closed, **better})
             checked = (rest.checked(*pair) for pair in starts.items())
-            nats, start = max(
-                ((float(text.nats_N[new_N].sum()), text) for text in checked),
-                key=lambda pair: pair[0],
-            )
-            if len(texts) >= most or nats < _BEGIN:
+            near = (text for text in checked if text.nats > self._nearly(text.ids))
+            start = max(near, key=lambda text: text.nats_N[new_N].sum(), default=None)
+            if start is None or len(texts) >= most or start.nats_N[new_N].sum() < _BEGIN:
                 break
             del starts[start.ids]
             last = self._climbed(start, rest, rows_N, clock)
@@ -264,6 +263,10 @@ class _Search:
             if last.agrees:
                 better[last.ids], vain = last.part_NO, 0
         return better
+
+    def _nearly(self, ids: Ids) -> float:
+        """Returns the nats of a text that edits may mend."""
+        return _NEARLY * len(self._size_O) * len({*ids[:-1]})
 
     def _climbed(self, text: Checked, shares: Shares, rows_N: Tensor, clock: Clock) -> Checked:
         """Returns what edits of a text lead to that agree ever better."""

@@ -184,11 +184,11 @@ def _by_rows(
     One text is read in order by its positions if the model has them, and else a decoder's texts
     behind a step of Adam are. If that proves nothing, next-token texts are sought one by one.
     """
-    names, bag, texts = adapters_of(model, gradient, 0), None, list[Judged]()
+    names, bag, texts, share = adapters_of(model, gradient, 0), None, list[Judged](), clock
     if names and names[0].endswith(LORA_A):  # earlier rounds have trained it
         matrix, _, _ = layer_rows(model, gradient, 0)
         known = isinstance(gradient, BehindAdam)
-        share = clock if known else clock.part(_NOISY)
+        share = clock if known or gradient.divided else clock.part(_NOISY)
         bag = sparse_tokens(model, matrix, share, divided=gradient.divided)
     text = placed_text(bag) if bag is not None and gradient.update.num_examples == 1 else None
     if bag is not None and text is not None:
@@ -206,7 +206,7 @@ def _by_rows(
         if alone:
             texts, reason = alone, _ALONE
     verdict = certificate.judge(model, [text.ids for text in texts], seen, clock)
-    diagnostics: dict[str, Any] = clock.late()
+    diagnostics: dict[str, Any] = clock.late() | share.late()
     if bag is not None:
         diagnostics |= {"rows": bag.token_NO.shape[1], "noise": bag.noise}
     answer = recovered(

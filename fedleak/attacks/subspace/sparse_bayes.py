@@ -377,22 +377,24 @@ class Support:
 
 
 def sparse_support(
-    matrix: LowRank, vector_VD: Tensor, known_KD: Tensor, clock: Clock
+    matrix: LowRank, vector_VD: Tensor, known_KD: Tensor, clock: Clock, *, divided: bool = False
 ) -> Support | None:
-    """Returns the few vectors that explain a matrix's rows; None if none do, or time is up.
+    """Returns the few vectors that explain a matrix's rows; None if none do.
 
     Args:
         matrix: The rows, each number with its own noise.
         vector_VD: Vectors of any length, of which few are mixed in the rows.
         known_KD: Directions that may be mixed in, too.
-        clock: When time is up, the search ends.
+        clock: When time is up, the search ends with what it has.
+        divided: Each number was divided by its usual size: what is not known is relative.
     """
     if not matrix.value_OD.numel():
         return None
     # Of whole vocabularies float32 is enough.
     x_VD, known_KD = _unit(vector_VD).float(), _unit(known_KD)
     size_D, best = x_VD.double().square().mean(0).clamp_min(_TINY), None
-    for shape_D, patient in ((torch.ones_like(size_D), True), (size_D, False)):
+    evenly, relatively = (torch.ones_like(size_D), True), (size_D, False)
+    for shape_D, patient in (relatively,) if divided else (evenly, relatively):
         came = _Rows.of(matrix, known_KD, shape_D)
         support = _explaining(came, x_VD, clock, patient=patient)
         if support is not None and (best is None or support.cost < best.cost):
@@ -428,7 +430,7 @@ def _search(
         rows: The rows.
         x_VD: All vectors.
         index_M: Those that are mixed in at first.
-        clock: When time is up, none do.
+        clock: When time is up, those that explained most so far do.
         patient: Go on while the noise falls. Of few rows right vectors cost more than they explain
             until they explain all.
     """
@@ -438,7 +440,7 @@ def _search(
     best, lowest, quiet, stale = (index_M[:0], rows), math.inf, math.inf, 0
     for _ in range(_ROUNDS):
         if clock.up():
-            return index_M[:0], rows
+            break
         entered_N = rows.entering(x_VD, index_M, variance_M)
         index_M = torch.cat([index_M, entered_N])
         if not len(index_M):
@@ -513,7 +515,7 @@ def sparse_tokens(
     Args:
         model: The model.
         matrix: The rows.
-        clock: When time is up, the search ends.
+        clock: When time is up, the search ends with what it has.
         divided: Each number was divided by its usual size, as Adam does.
     """
     token_VD, position_PD, constant_CD = model.family.token_table(model.module).directions()
@@ -526,7 +528,7 @@ def sparse_tokens(
         known_KD = torch.cat([position_PD[:positions], constant_CD])
         if len(known_KD) + SPARE >= matrix.value_OD.shape[1]:
             continue
-        support = sparse_support(matrix, token_VD, known_KD, clock)
+        support = sparse_support(matrix, token_VD, known_KD, clock, divided=divided)
         if support is None:
             continue
         tokens_N = support.index_M

@@ -416,6 +416,7 @@ def test_texts_to_begin_with_have_tokens_that_none_had_before(read, monkeypatch)
 
     monkeypatch.setattr(_Search, "_climbed", climbed)
     monkeypatch.setattr(bag_search, "_BEGIN", 1.0)
+    monkeypatch.setattr(bag_search, "_NEARLY", 0.0)
     near = [text for ids in own for text in wrong_by_a_word(ids)]
     closed = dict(zip(near, search._own_shares(near), strict=True))
     rows_N = torch.arange(len(bag.tokens_N))
@@ -436,6 +437,32 @@ def test_texts_to_begin_with_have_tokens_that_none_had_before(read, monkeypatch)
 
 
 @torch.no_grad()
+def test_texts_far_from_any_that_was_in_the_batch_are_not_edited(read, monkeypatch):
+    """Each row and token speaks for a text that edits may mend."""
+    model, own, gradient, bag = read(rank=8)
+    search, begun = _Search(model, gradient, bag), []
+
+    def climbed(search, text, *rest):
+        begun.append(text.ids)
+        return text
+
+    monkeypatch.setattr(_Search, "_climbed", climbed)
+    monkeypatch.setattr(bag_search, "_STARTS", 100)
+    (near, *_), far = wrong_by_a_word(own[0]), (*own[1][:1], *own[0][:0:-1], own[1][-1])
+    closed = {near: search._own_shares([near])[0], far: search._own_shares([far])[0]}
+    rows, nats = len(bag.share_NO[0]), {}
+    for ids, share_NO in closed.items():
+        nats[ids] = search._shares.checked(ids, share_NO).nats / rows / len({*ids[:-1]})
+    monkeypatch.setattr(bag_search, "_BEGIN", 0.0)
+    assert 1.01 * nats[far] < nats[near]
+    for nearly, starts in ((0.99 * nats[far], {near, far}), (1.01 * nats[far], {near})):
+        begun.clear()
+        monkeypatch.setattr(bag_search, "_NEARLY", nearly)
+        assert search._edited(closed, 2, torch.arange(len(bag.tokens_N)), UNLIMITED) == {}
+        assert {*begun} == starts
+
+
+@torch.no_grad()
 def test_a_text_that_was_edited_is_read(read, monkeypatch):
     """No beam holds it."""
     model, own, gradient, bag = read(rank=8)
@@ -445,6 +472,7 @@ def test_a_text_that_was_edited_is_read(read, monkeypatch):
     closed = dict(zip(near, search._own_shares(near), strict=True))
     monkeypatch.setattr(_Search, "_closed", lambda *_: closed)
     monkeypatch.setattr(bag_search, "_BEGIN", 1.0)
+    monkeypatch.setattr(bag_search, "_NEARLY", 0.0)
     edits = [(*own[0][:-1], own[0][1], own[0][-1]), own[0]]
     monkeypatch.setattr(_Search, "_edits", lambda *_: edits)
     (text,) = search.texts(4, 2, UNLIMITED)
@@ -500,6 +528,7 @@ def test_texts_that_were_read_are_taken_out_before_others_are_edited(read, monke
 
     monkeypatch.setattr(_Search, "_climbed", climbed)
     monkeypatch.setattr(bag_search, "_BEGIN", 1.0)
+    monkeypatch.setattr(bag_search, "_NEARLY", 0.0)
     closed = [own[0], *wrong_by_a_word(own[0]), *wrong_by_a_word(own[1])]
     shares_BNO = search._own_shares(closed)
     closed = dict(zip(closed, shares_BNO, strict=True))

@@ -11,7 +11,7 @@ from fedleak.attacks.adam_step import behind_adam
 from fedleak.attacks.auto.attack import Auto
 from fedleak.attacks.clock import UNLIMITED, Clock
 from fedleak.attacks.listening import listening
-from fedleak.attacks.subspace import depth_search
+from fedleak.attacks.subspace import dager, depth_search, sparse_bayes
 from fedleak.attacks.subspace.answer import Judged
 from fedleak.attacks.subspace.dager import Dager
 from fedleak.attacks.subspace.depth_search import read_depths, spanned_layers
@@ -156,7 +156,7 @@ def test_a_decoders_gradient_shows_more_tokens_than_rows(adapted, observe):
 
 
 @torch.no_grad()
-def test_numbers_that_adam_divided_count_by_the_size_of_inputs(adapted):
+def test_numbers_that_adam_divided_count_by_the_size_of_inputs(adapted, monkeypatch):
     rng = torch.Generator().manual_seed(3)
     model = adapted("bert", rank=8, width=128, task=CLASSIFICATION)
     norm = model.module.get_submodule("bert.embeddings.LayerNorm")
@@ -165,8 +165,14 @@ def test_numbers_that_adam_divided_count_by_the_size_of_inputs(adapted):
     own = torch.randperm(model.vocabulary, generator=rng)[:8]
     rows_OD = (torch.randn((8, 8), generator=rng) @ token_VD[own]).sign()
     matrix = LowRank.of(rows_OD, torch.zeros_like(rows_OD))
-    right = {*own.tolist()}
+    right, searches, support = {*own.tolist()}, [], sparse_bayes.sparse_support
+    monkeypatch.setattr(
+        sparse_bayes,
+        "sparse_support",
+        lambda *given, **how: searches.append(how) or support(*given, **how),
+    )
     bag = sparse_tokens(model, matrix, UNLIMITED, divided=True)
+    assert searches == [{"divided": True}]
     assert {*bag.tokens_N.tolist()} <= right
     assert len(bag.tokens_N) >= 4
     plain = sparse_tokens(model, matrix, UNLIMITED)
@@ -198,6 +204,34 @@ def test_what_blurs_rows_leaves_the_strongest_tokens(adapted, observe, how, shar
     assert len(answer.tokens) >= share * len(tokens)
     assert not answer.verified
     assert 0 < answer.diagnostics["noise"] < 1
+
+
+@pytest.mark.parametrize(
+    ("recipe", "part"), [(Recipe(optimiser="adamw"), 1.0), (Recipe(), 0.25)], ids=["Adam", "SGD"]
+)
+def test_behind_steps_of_adam_nothing_else_needs_the_time(
+    adapted, observe, monkeypatch, recipe, part
+):
+    how = {"kind": UpdateKind.DELTA, "batch_size": 1, "learning_rate": 1e-4, "recipe": recipe}
+    model, left = adapted("bert", rank=8, task=CLASSIFICATION), []
+    observed = observe(model, TEXTS, **how)
+    monkeypatch.setattr(dager, "sparse_tokens", lambda *given, **_: left.append(given[2].left()))
+    Dager(seconds=1000.0)(observed.seen, model, rng=stream(0, "attack"))
+    assert left[0] == pytest.approx(1000 * part, rel=0.05)
+
+
+def test_words_of_a_search_that_ran_out_of_time_may_be_too_few(adapted, observe, monkeypatch):
+    model = adapted("bert", rank=8, width=128, task=CLASSIFICATION)
+    observed = observe(model, TEXTS, recipe=Recipe(precision="bfloat16-mixed"))
+
+    def late(model, matrix, clock, **how):
+        clock.rang = True
+        return sparse_tokens(model, matrix, UNLIMITED, **how)
+
+    monkeypatch.setattr(dager, "sparse_tokens", late)
+    answer = Dager(seconds=1000.0)(observed.seen, model, rng=stream(0, "attack"))
+    assert answer.tokens
+    assert answer.diagnostics["time_up"]
 
 
 @torch.no_grad()

@@ -235,6 +235,46 @@ def test_no_time_gives_no_support(rng: torch.Generator) -> None:
     assert sparse_support(rows, vector_VD, vector_VD[:0], Clock(0.0)) is None
 
 
+class Reads(Clock):
+    """Rings when it was read so many times."""
+
+    def __init__(self, reads: int) -> None:
+        super().__init__(None)
+        self.reads = reads
+
+    def up(self, step: float = 0.0) -> bool:
+        self.reads -= 1
+        self.rang |= self.reads < 0
+        return self.rang
+
+
+def test_what_was_found_when_time_is_up_counts(rng: torch.Generator) -> None:
+    vector_VD = random(VECTORS, WIDTH, rng=rng)
+    rows = noisy(random(20, 12, rng=rng) @ vector_VD[:12], rng)
+    support = sparse_support(rows, vector_VD, vector_VD[:0], Reads(2))
+    assert support is not None
+    assert sorted(support.index_M.tolist()) == list(range(12))
+
+
+def test_behind_divided_numbers_no_search_looks_for_even_noise(
+    rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes most of the time, and what is not known of a quotient is relative."""
+    vector_VD = random(VECTORS, WIDTH, rng=rng) * 10 ** random(WIDTH, rng=rng).clamp(-1, 1)
+    rows_OD = (random(12, 5, rng=rng) @ vector_VD[:5]).sign() * vector_VD.square().mean(0).sqrt()
+    matrix = LowRank.of(rows_OD, torch.full_like(rows_OD, 1e-10))
+    begun, taken = list[torch.Tensor](), _Rows.of
+    monkeypatch.setattr(_Rows, "of", lambda *given: begun.append(given[2]) or taken(*given))
+    both = sparse_support(matrix, vector_VD, vector_VD[:0], UNLIMITED)
+    of_both = len(begun)
+    divided = sparse_support(matrix, vector_VD, vector_VD[:0], UNLIMITED, divided=True)
+    assert both is not None
+    assert divided is not None
+    assert divided.index_M.tolist() == both.index_M.tolist()
+    assert (of_both, len(begun)) == (2, 3)
+    assert begun[-1].std() > 0.1
+
+
 def test_rows_of_which_nothing_came_have_no_support(rng: torch.Generator) -> None:
     vector_VD = random(VECTORS, WIDTH, rng=rng)
     nothing = LowRank.of(torch.zeros(3, WIDTH), torch.full((3, WIDTH), torch.inf))
