@@ -1,7 +1,7 @@
 """A gradient whose numbers each have noise of their own."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -13,6 +13,9 @@ _ROUNDING = 1e-5
 
 _EPS = 2.0**-24
 """Error of a float32, at most, as a share of it."""
+
+_TAKEN = 5e-3
+"""Error of a text's part of a gradient, as a share of it."""
 
 
 class MeasuredGradient(Observation):
@@ -39,6 +42,46 @@ class MeasuredGradient(Observation):
         """Whether numbers were divided by their sizes, as Adam does, so that most are alike."""
         recipe = self.knowledge.recipe
         return recipe is not None and recipe.optimiser in ("adam", "adamw")
+
+    def without(self, part: Mapping[str, Tensor]) -> "MeasuredGradient":
+        """Returns what is left without the part of one text.
+
+        Args:
+            part: The text's gradient, in the units of this one; of tensors that it lacks nothing
+                is taken.
+        """
+        tensors = dict(self.update.tensors)
+        for name, part_X in part.items():
+            tensors[name] = tensors[name] - part_X
+        update = replace(self.update, tensors=tensors, num_examples=self.update.num_examples - 1)
+        return _Remainder(
+            round=self.round,
+            client=self.client,
+            update=update,
+            knowledge=self.knowledge,
+            whole=self,
+            part=part,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Remainder(MeasuredGradient):
+    """What a text leaves of a gradient.
+
+    Attributes:
+        whole: The gradient.
+        part: Of the text.
+    """
+
+    whole: MeasuredGradient
+    part: Mapping[str, Tensor]
+
+    def variance(self, model: LanguageModel, name: str) -> Tensor:
+        """Returns the variance of each number of a parameter: also that of the text's part."""
+        variance_X = self.whole.variance(model, name)
+        if name not in self.part:
+            return variance_X
+        return variance_X + (_TAKEN * self.part[name].double()).square()
 
 
 def measured(seen: Observation, gradients: Mapping[str, Tensor]) -> MeasuredGradient:

@@ -19,6 +19,8 @@ whatever the others are: its own gradient gives its tokens' shares, all times on
 - **Batches.** The shares of a text are taken out of all, before the others are weighed anew. Each
   search has other prefixes that the model writes, as which ones these are decides what is found.
   It knows the states of texts that were read.
+- **The rest.** Without the gradients of texts that were read a batch may have fewer tokens than
+  rows, or hardly more. Then spans of layers tell its other texts (`depth_search`).
 
 Nothing but the model and the rows is used. A batch is proved as any other, by its gradient or by
 the client's steps.
@@ -30,6 +32,7 @@ a prefix, M directions of first inputs, U rows of which some did not come, X any
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -42,7 +45,7 @@ from fedleak.attacks.listening import AllHeardError, listening
 from fedleak.attacks.measured_gradient import MeasuredGradient
 from fedleak.attacks.reconstruction import Ids
 from fedleak.attacks.subspace.answer import Judged, OnJudged
-from fedleak.attacks.subspace.depth_search import adapters_of, layer_rows
+from fedleak.attacks.subspace.depth_search import adapters_of, layer_rows, read_depths
 from fedleak.attacks.subspace.sparse_bayes import Bag
 from fedleak.attacks.subspace.state_blocks import StateBlocks
 from fedleak.attacks.subspace.text_shares import Checked, Shares
@@ -55,6 +58,7 @@ from fedleak.attacks.subspace.update_evidence import (
     unsaid,
 )
 from fedleak.models import LanguageModel, is_target, pad
+from fedleak.models.family import LORA_A, LORA_B
 
 if TYPE_CHECKING:
     from transformers import DynamicCache
@@ -102,6 +106,9 @@ _STALE, _MORE = 3, 2
 """Tokens by which a beam grows in vain, or once there is a text that agrees, before it ends: longer
 ones may agree better."""
 
+_RESTS = 2
+"""Part of the time that is left for the rest of a batch."""
+
 _LONGEST, _REPEATED = 64, 2
 """Tokens of a text, at most, and as a multiple of the distinct tokens that are left."""
 
@@ -146,9 +153,11 @@ def texts_of_bag(
         while before < len(texts) < wanted and not clock.up():
             before = len(texts)
             search.begin(seed, clock)
-            for text in search.texts(width, wanted - before, clock):
-                texts.append(text)
-                tell(len(texts), wanted, text)
+            texts += search.texts(width, wanted - before, clock)
+            if before < len(texts) < wanted:
+                texts += search.rest(wanted - len(texts), clock)
+            for number, text in enumerate(texts[before:], before + 1):
+                tell(number, wanted, text)
             seed += 1
     return texts
 
@@ -158,7 +167,7 @@ class _Search:
 
     def __init__(self, model: LanguageModel, gradient: MeasuredGradient, bag: Bag) -> None:
         """Takes the tokens of a batch, and the rows of layers."""
-        self._model, self._bag = model, bag
+        self._model, self._bag, self._left = model, bag, gradient
         self._first, (self._end,) = first_tokens(model), certificate.close(model, ())
         self._adapters = [_module(model, name) for name in adapters_of(model, gradient, 0)]
         self._size_U = layer_rows(model, gradient, 0)[0].size_U
@@ -212,8 +221,31 @@ class _Search:
         rows_N = (self._shares.standing & self._usual_N.isfinite()).nonzero()[:, 0]
         closed = self._closed(width, most, rows_N, clock)
         closed |= self._edited(closed, most, rows_N, clock)
+        return self._taken(closed, most)
+
+    def rest(self, most: int, clock: Clock) -> list[Judged]:
+        """Returns texts, `most` at most, that spans of what is left tell, and takes these out.
+
+        Their tokens' shares must agree, as those of all.
+        """
+        standing_N = self._shares.standing
+        bag = replace(self._bag, tokens_N=self._bag.tokens_N[standing_N])
+        texts = read_depths(self._model, self._left, bag, clock.part(_RESTS), lambda *_: None)
+        closed = [(*text.ids, self._end) for text in texts or []]
+        return self._taken(self._with_shares(closed) if closed else {}, most)
+
+    def _taken(self, closed: Mapping[Ids, Tensor], most: int) -> list[Judged]:
+        """Returns texts, `most` at most, of some closed ones that agree, and takes these out."""
         texts, self._shares = self._shares.read(closed)
-        self._ended += [text.ids for text in texts]
+        for text in texts:
+            self._ended.append(text.ids)
+            names = [name for name in self._left.update.tensors if name.endswith((LORA_A, LORA_B))]
+            (unit,) = certificate.units(self._model, [text.ids[:-1]], names)
+            (gradients,) = unit.gradients
+            (share_NO,) = self._own_shares([text.ids])
+            factor = (text.part_NO * share_NO).sum() / share_NO.square().sum()
+            part = {name: float(factor) * value for name, value in gradients.items()}
+            self._left = self._left.without(part)
         return [Judged(text.ids[:-1], -text.nats, math.inf) for text in texts[:most]]
 
     def _closed(self, width: int, most: int, rows_N: Tensor, clock: Clock) -> dict[Ids, Tensor]:

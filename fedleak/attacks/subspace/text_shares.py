@@ -34,9 +34,8 @@ _AGREE, _LATE, _SURE = 0.5, 3, 20.0
 last tokens of which one must be among these, because the first agree with some other texts; and
 nats that speak for a text."""
 
-_CLEAR, _GONE = 3.0, 0.01
-"""Shares below so many times their error say nothing; a token of whose shares less than this part
-is left stands in no other text."""
+_CLEAR = 3.0
+"""Shares below so many times their error say nothing."""
 
 
 class Checked(NamedTuple):
@@ -82,7 +81,7 @@ class Shares(NamedTuple):
     @property
     def standing(self) -> Tensor:
         """Which tokens [N] may stand in other texts than those that were read."""
-        standing_N: Tensor = self.left_NO.norm(dim=1) > _GONE * self.all_NO.norm(dim=1)
+        standing_N: Tensor = self.left_NO.norm(dim=1) > _ERROR * self.all_NO.norm(dim=1)
         return standing_N
 
     def without(self, text: Checked) -> "Shares":

@@ -1,5 +1,6 @@
 """Texts are read one by one from the shares of the tokens of their batch."""
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 
@@ -9,8 +10,9 @@ import torch
 from fedleak.attacks import certificate
 from fedleak.attacks.clock import UNLIMITED, Clock
 from fedleak.attacks.listening import listening
-from fedleak.attacks.measured_gradient import measured
+from fedleak.attacks.measured_gradient import _TAKEN, measured
 from fedleak.attacks.subspace import bag_search
+from fedleak.attacks.subspace.answer import Judged
 from fedleak.attacks.subspace.bag_search import (
     _BETTER,
     _EDITS,
@@ -27,7 +29,7 @@ from fedleak.attacks.subspace.bag_search import (
 from fedleak.attacks.subspace.depth_search import adapters_of, layer_rows
 from fedleak.attacks.subspace.sparse_bayes import sparse_tokens
 from fedleak.attacks.subspace.state_blocks import StateBlocks
-from fedleak.attacks.subspace.text_shares import Checked, Shares
+from fedleak.attacks.subspace.text_shares import _ERROR, Checked, Shares
 from fedleak.attacks.subspace.update_evidence import last_hidden
 from fedleak.models import CAUSAL_LM
 from fedleak.models.lora import Lora, adapt_
@@ -118,6 +120,84 @@ def test_a_text_that_is_read_leaves_no_shares(read):
     assert shares.left_NO.norm() < 1e-3 * shares.all_NO.norm()
     assert not shares.standing.any()
     assert search.texts(12, 1, UNLIMITED) == []
+
+
+@torch.no_grad()
+def test_a_token_stands_in_other_texts_if_more_is_left_than_the_error_of_shares(read):
+    model, own, gradient, bag = read()
+    shares = _Search(model, gradient, bag)._shares
+    for part, standing in ((1.5 * _ERROR, True), (0.5 * _ERROR, False)):
+        left = shares._replace(left_NO=part * shares.all_NO)
+        assert (left.standing == standing).all()
+
+
+@pytest.fixture
+def one_taken(read):
+    """Returns a search that has taken the first of two texts, both, and their gradient."""
+    with torch.no_grad():
+        model, own, gradient, bag = read(rank=8)
+        search = _Search(model, gradient, bag)
+        (text,) = search._taken(search._with_shares(own[:1]), 2)
+    assert certificate.close(model, text.ids) == own[0]
+    return search, own, gradient
+
+
+@torch.no_grad()
+def test_without_a_text_the_gradient_is_that_of_the_others(one_taken):
+    search, own, gradient = one_taken
+    model, left = search._model, search._left
+    names = list(gradient.update.tensors)
+    units = [certificate.units(model, [ids[:-1]], names)[0].gradients[0] for ids in own]
+    for name, tensor in gradient.update.tensors.items():
+        both = units[0][name] + units[1][name]
+        factor = (tensor * both).sum() / both.square().sum()
+        wrong = left.update.tensors[name] - factor * units[1][name]
+        assert wrong.norm() < 1e-2 * tensor.norm()
+        more = left.variance(model, name) - gradient.variance(model, name)
+        error = (_TAKEN * factor * units[0][name]).double().square()
+        torch.testing.assert_close(more, error, rtol=0.05, atol=1e-3 * float(error.max()))
+    assert left.update.num_examples == gradient.update.num_examples - 1 == 1
+
+
+@torch.no_grad()
+def test_spans_tell_the_rest_of_a_batch(one_taken):
+    search, own, _ = one_taken
+    (text,) = search.rest(1, UNLIMITED)
+    assert certificate.close(search._model, text.ids) == own[1]
+    assert not search._shares.standing.any()
+    assert search._ended == own
+
+
+@torch.no_grad()
+def test_the_rest_of_a_batch_has_its_tokens_and_half_of_the_time(one_taken, monkeypatch):
+    search, own, _ = one_taken
+    wrong = Judged(own[1][:-2], 0.0, math.inf)
+    depths = []
+    monkeypatch.setattr(
+        bag_search, "read_depths", lambda *given: depths.append((given, given[3].left())) or [wrong]
+    )
+    assert search.rest(1, Clock(1000.0)) == []
+    ((_, left, bag, _, _), seconds) = depths.pop()
+    assert left is search._left
+    assert {*bag.tokens_N.tolist()} == {*own[1][:-1]}
+    assert len(bag.tokens_N) < len(search._bag.tokens_N)
+    assert seconds == pytest.approx(500, rel=0.05)
+
+
+@torch.no_grad()
+def test_once_a_text_is_read_spans_may_tell_the_others(read, monkeypatch):
+    model, own, gradient, bag = read(rank=8)
+    searched, told = [], []
+
+    def first_alone(search, width, most, clock):
+        searched.append(most)
+        return search._taken(search._with_shares(own[:1]), most)
+
+    monkeypatch.setattr(_Search, "texts", first_alone)
+    texts = texts_of_bag(model, gradient, bag, UNLIMITED, lambda *step: told.append(step[:2]))
+    assert [certificate.close(model, text.ids) for text in texts] == own
+    assert searched == [2]
+    assert told == [(1, 2), (2, 2)]
 
 
 @torch.no_grad()
