@@ -124,7 +124,7 @@ def test_a_text_that_is_read_leaves_no_shares(read):
 
 @torch.no_grad()
 def test_a_token_stands_in_other_texts_if_more_is_left_than_the_error_of_shares(read):
-    model, own, gradient, bag = read()
+    model, _, gradient, bag = read()
     shares = _Search(model, gradient, bag)._shares
     for part, standing in ((1.5 * _ERROR, True), (0.5 * _ERROR, False)):
         left = shares._replace(left_NO=part * shares.all_NO)
@@ -187,17 +187,17 @@ def test_the_rest_of_a_batch_has_its_tokens_and_half_of_the_time(one_taken, monk
 @torch.no_grad()
 def test_once_a_text_is_read_spans_may_tell_the_others(read, monkeypatch):
     model, own, gradient, bag = read(rank=8)
-    searched, told = [], []
+    searched, steps = [], []
 
     def first_alone(search, width, most, clock):
         searched.append(most)
         return search._taken(search._with_shares(own[:1]), most)
 
     monkeypatch.setattr(_Search, "texts", first_alone)
-    texts = texts_of_bag(model, gradient, bag, UNLIMITED, lambda *step: told.append(step[:2]))
+    texts = texts_of_bag(model, gradient, bag, UNLIMITED, lambda *step: steps.append(step[:2]))
     assert [certificate.close(model, text.ids) for text in texts] == own
     assert searched == [2]
-    assert told == [(1, 2), (2, 2)]
+    assert steps == [(1, 2), (2, 2)]
 
 
 @torch.no_grad()
