@@ -20,7 +20,8 @@ whatever the others are: its own gradient gives its tokens' shares, all times on
   search has other prefixes that the model writes, as which ones these are decides what is found.
   It knows the states of texts that were read.
 - **The rest.** Without the gradients of texts that were read a batch may have fewer tokens than
-  rows, or hardly more. Then spans of layers tell its other texts (`depth_search`).
+  rows, or hardly more. Then spans of layers tell its other texts (`depth_search`), where nothing
+  blurs the rows.
 
 Nothing but the model and the rows is used. A batch is proved as any other, by its gradient or by
 the client's steps.
@@ -32,7 +33,6 @@ a prefix, M directions of first inputs, U rows of which some did not come, X any
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -45,7 +45,7 @@ from fedleak.attacks.listening import AllHeardError, listening
 from fedleak.attacks.measured_gradient import MeasuredGradient
 from fedleak.attacks.reconstruction import Ids
 from fedleak.attacks.subspace.answer import Judged, OnJudged
-from fedleak.attacks.subspace.depth_search import adapters_of, layer_rows, read_depths
+from fedleak.attacks.subspace.depth_search import BEYOND, adapters_of, layer_rows, read_depths
 from fedleak.attacks.subspace.sparse_bayes import Bag
 from fedleak.attacks.subspace.state_blocks import StateBlocks
 from fedleak.attacks.subspace.text_shares import Checked, Shares
@@ -154,7 +154,7 @@ def texts_of_bag(
             before = len(texts)
             search.begin(seed, clock)
             texts += search.texts(width, wanted - before, clock)
-            if before < len(texts) < wanted:
+            if before < len(texts) < wanted and not bag.noise:
                 texts += search.rest(wanted - len(texts), clock)
             for number, text in enumerate(texts[before:], before + 1):
                 tell(number, wanted, text)
@@ -228,8 +228,9 @@ class _Search:
 
         Their tokens' shares must agree, as those of all.
         """
-        standing_N = self._shares.standing
-        bag = replace(self._bag, tokens_N=self._bag.tokens_N[standing_N])
+        bag = self._bag.only(self._shares.standing)
+        if most > 1 and len(bag.tokens_N) > len(self._size_O) + BEYOND:
+            return []
         texts = read_depths(self._model, self._left, bag, clock.part(_RESTS), lambda *_: None)
         closed = [(*text.ids, self._end) for text in texts or []]
         return self._taken(self._with_shares(closed) if closed else {}, most)

@@ -73,7 +73,7 @@ the batch."""
 _TRIED, _TRIED_BY_ROWS, _KEPT = 48, 256, 4
 """Prefixes that are tested in all layers, and that are kept, for each text of the batch."""
 
-_BEYOND = 12
+BEYOND = 12
 """Tokens of a text that need not pass, where there may be so many more of them than rows; and of a
 batch, more than that many cannot be known by the beginning of one text."""
 
@@ -244,7 +244,7 @@ def read_depths(
     """
     size, best = behind.update.num_examples, None
     for layers in spanned_layers(model, behind, clock, 1 if bag is None else len(bag.tokens_N)):
-        if size > 1 and _beyond(layers[0], bag) > _BEYOND:
+        if size > 1 and _beyond(layers[0], bag) > BEYOND:
             continue  # no text has so many tokens that the rest is told from
         prefixes = _prefixes(model, layers, size, bag, clock, tell)
         batch = _batch(model, behind, prefixes, layers[0].whole, clock)
@@ -266,7 +266,7 @@ def _prefixes(
     """Returns the best prefixes of each length."""
     beam, prefixes = _Beam.empty(layers), list[Judged]()
     beyond = _beyond(layers[0], bag)
-    longest = len(layers[0].span.axis_RD) + max(beyond, _BEYOND)
+    longest = len(layers[0].span.axis_RD) + max(beyond, BEYOND)
     longest = model.max_length if layers[0].whole else longest
     for position, slot in enumerate(islice(_slots(model, layers[0], bag), longest), 1):
         tokens_KN = _proposed(model, beam, slot)
@@ -286,7 +286,7 @@ def _beyond(first: SpannedLayer, bag: Bag | None) -> int:
     """Returns how many more tokens than rows there are; if that is not known, at most."""
     if first.whole:
         return 0
-    return _BEYOND if bag is None else max(len(bag.tokens_N) - len(first.span.axis_RD), 0)
+    return BEYOND if bag is None else max(len(bag.tokens_N) - len(first.span.axis_RD), 0)
 
 
 @dataclass(frozen=True)

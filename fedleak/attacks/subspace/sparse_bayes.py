@@ -501,6 +501,17 @@ class Bag:
         """The tokens that no other could replace, in rising order."""
         return tuple(sorted({*self.tokens_N.tolist()} - {*self.alike_A.tolist()}))
 
+    def only(self, stays_N: Tensor) -> "Bag":
+        """Returns some of the tokens."""
+        first_M = stays_N.new_ones(len(self.axis_MD) - len(stays_N))
+        return replace(
+            self,
+            tokens_N=self.tokens_N[stays_N],
+            token_NO=self.token_NO[stays_N],
+            axis_MD=self.axis_MD[torch.cat([first_M, stays_N])],
+            share_NO=self.share_NO[stays_N],
+        )
+
     @property
     def candidates(self) -> tuple[int, ...]:
         """These tokens and all that could replace one, in rising order."""

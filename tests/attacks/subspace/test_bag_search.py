@@ -96,17 +96,23 @@ def test_the_texts_of_a_gradient_are_read(read):
 def test_a_text_of_which_a_token_is_not_known_is_no_other_text(read):
     model, own, gradient, bag = read()
     stays_N = bag.tokens_N != own[0][2]
-    stays_M = torch.ones(len(bag.axis_MD), dtype=torch.bool)
-    stays_M[-len(stays_N) :] = stays_N
-    lacking = replace(
-        bag,
-        tokens_N=bag.tokens_N[stays_N],
-        token_NO=bag.token_NO[stays_N],
-        share_NO=bag.share_NO[stays_N],
-        axis_MD=bag.axis_MD[stays_M],
-    )
+    lacking = bag.only(stays_N)
     read_texts = texts_of_bag(model, gradient, lacking, UNLIMITED, unheard)
     assert {certificate.close(model, text.ids) for text in read_texts} <= {own[1]}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@torch.no_grad()
+def test_some_tokens_of_a_bag_keep_their_vectors(read, family):
+    _, _, _, bag = read(family)
+    stays_N = torch.arange(len(bag.tokens_N)) % 2 == 1
+    fewer = bag.only(stays_N)
+    others = len(bag.axis_MD) - len(bag.tokens_N)
+    assert fewer.tokens_N.tolist() == bag.tokens_N[1::2].tolist()
+    assert torch.equal(fewer.axis_MD[:others], bag.axis_MD[:others])
+    assert torch.equal(fewer.axis_MD[others:], bag.axis_MD[others:][1::2])
+    for few, all_of_them in ((fewer.token_NO, bag.token_NO), (fewer.share_NO, bag.share_NO)):
+        assert torch.equal(few, all_of_them[1::2])
 
 
 @torch.no_grad()
@@ -182,6 +188,12 @@ def test_the_rest_of_a_batch_has_its_tokens_and_half_of_the_time(one_taken, monk
     assert {*bag.tokens_N.tolist()} == {*own[1][:-1]}
     assert len(bag.tokens_N) < len(search._bag.tokens_N)
     assert seconds == pytest.approx(500, rel=0.05)
+    # Of two texts with many more tokens than rows spans tell nothing.
+    monkeypatch.setattr(bag_search, "BEYOND", -len(search._size_O))
+    assert search.rest(2, UNLIMITED) == []
+    assert not depths
+    assert search.rest(1, UNLIMITED) == []
+    assert depths
 
 
 @torch.no_grad()
@@ -191,13 +203,15 @@ def test_once_a_text_is_read_spans_may_tell_the_others(read, monkeypatch):
 
     def first_alone(search, width, most, clock):
         searched.append(most)
-        return search._taken(search._with_shares(own[:1]), most)
+        return search._taken(search._with_shares(own[:1]), most) if most == 2 else []
 
     monkeypatch.setattr(_Search, "texts", first_alone)
     texts = texts_of_bag(model, gradient, bag, UNLIMITED, lambda *step: steps.append(step[:2]))
     assert [certificate.close(model, text.ids) for text in texts] == own
     assert searched == [2]
     assert steps == [(1, 2), (2, 2)]
+    blurred = texts_of_bag(model, gradient, replace(bag, noise=0.1), UNLIMITED, unheard)
+    assert [certificate.close(model, text.ids) for text in blurred] == own[:1]
 
 
 @torch.no_grad()
@@ -395,12 +409,7 @@ def test_edits_hold_the_right_text(read, monkeypatch, known):
     rows_N = torch.arange(len(bag.tokens_N))
     if not known:
         stays_N = bag.tokens_N != own[0][1]
-        bag = replace(
-            bag,
-            tokens_N=bag.tokens_N[stays_N],
-            share_NO=bag.share_NO[stays_N],
-            axis_MD=bag.axis_MD[torch.cat([~stays_N[:0], stays_N])],
-        )
+        bag = bag.only(stays_N)
         rows_N = rows_N[:-1]
         monkeypatch.setattr(bag_search, "_UNNAMED", len(model.tokenizer))
     search = _Search(model, gradient, bag)
