@@ -167,7 +167,7 @@ class _Search:
 
     def __init__(self, model: LanguageModel, gradient: MeasuredGradient, bag: Bag) -> None:
         """Takes the tokens of a batch, and the rows of layers."""
-        self._model, self._bag, self._left = model, bag, gradient
+        self._model, self._gradient, self._bag = model, gradient, bag
         self._first, (self._end,) = first_tokens(model), certificate.close(model, ())
         self._adapters = [_module(model, name) for name in adapters_of(model, gradient, 0)]
         self._size_U = layer_rows(model, gradient, 0)[0].size_U
@@ -181,7 +181,7 @@ class _Search:
         self._inputs_of = list[nn.Module]()
         self._blocks = list[StateBlocks]()
         self._usual_N = bag.share_NO.new_zeros(0)
-        self._ended = list[Ids]()
+        self._ended = list[Checked]()
 
     def begin(self, seed: int, clock: Clock) -> None:
         """Learns what states say in as many layers as time allows, behind prefixes of a seed."""
@@ -203,11 +203,11 @@ class _Search:
             states: Of the tokens in layers, [N, K, D].
         """
         tokens, states_of = self._bag.tokens_N.tolist(), dict[int, list[list[Tensor]]]()
-        for ids in self._ended:
+        for text in self._ended:
             with listening(self._inputs_of) as heard:
-                last_hidden(self._model, torch.tensor([ids[:-1]], device=self._model.device))
+                last_hidden(self._model, torch.tensor([text.ids[:-1]], device=self._model.device))
             inputs = [heard[module][0][0] for module in self._inputs_of]
-            for token, *of_layers in zip(ids, *inputs, strict=False):
+            for token, *of_layers in zip(text.ids, *inputs, strict=False):
                 states_of.setdefault(token, []).append(of_layers)
         for row in (~self._shares.standing).nonzero()[:, 0].tolist():
             places = states_of.get(tokens[row], [])
@@ -231,22 +231,26 @@ class _Search:
         bag = self._bag.only(self._shares.standing)
         if most > 1 and len(bag.tokens_N) > len(self._size_O) + BEYOND:
             return []
-        texts = read_depths(self._model, self._left, bag, clock.part(_RESTS), lambda *_: None)
-        closed = [(*text.ids, self._end) for text in texts or []]
-        return self._taken(self._with_shares(closed) if closed else {}, most)
+        left = self._remainder()
+        texts = read_depths(self._model, left, bag, clock.part(_RESTS), lambda *_: None) or []
+        return self._taken(self._with_shares([(*text.ids, self._end) for text in texts]), most)
+
+    def _remainder(self) -> MeasuredGradient:
+        """Returns the gradient without those of texts that were read."""
+        left = self._gradient
+        names = [name for name in left.update.tensors if name.endswith((LORA_A, LORA_B))]
+        for text in self._ended:
+            (share_NO,) = self._own_shares([text.ids])
+            factor = float((text.part_NO * share_NO).sum() / share_NO.square().sum())
+            (unit,) = certificate.units(self._model, [text.ids[:-1]], names)
+            (gradients,) = unit.gradients
+            left = left.without({name: factor * value for name, value in gradients.items()})
+        return left
 
     def _taken(self, closed: Mapping[Ids, Tensor], most: int) -> list[Judged]:
         """Returns texts, `most` at most, of some closed ones that agree, and takes these out."""
         texts, self._shares = self._shares.read(closed)
-        for text in texts:
-            self._ended.append(text.ids)
-            names = [name for name in self._left.update.tensors if name.endswith((LORA_A, LORA_B))]
-            (unit,) = certificate.units(self._model, [text.ids[:-1]], names)
-            (gradients,) = unit.gradients
-            (share_NO,) = self._own_shares([text.ids])
-            factor = (text.part_NO * share_NO).sum() / share_NO.square().sum()
-            part = {name: float(factor) * value for name, value in gradients.items()}
-            self._left = self._left.without(part)
+        self._ended += texts
         return [Judged(text.ids[:-1], -text.nats, math.inf) for text in texts[:most]]
 
     def _closed(self, width: int, most: int, rows_N: Tensor, clock: Clock) -> dict[Ids, Tensor]:
@@ -358,7 +362,7 @@ class _Search:
 
     def _with_shares(self, texts: Sequence[Ids]) -> dict[Ids, Tensor]:
         """Returns closed texts, with the shares of their own gradients."""
-        return dict(zip(texts, self._own_shares(texts), strict=True))
+        return dict(zip(texts, self._own_shares(texts), strict=True)) if texts else {}
 
     def _begun(self) -> _Beam:
         """Returns what begins all texts."""

@@ -151,7 +151,7 @@ def one_taken(read):
 @torch.no_grad()
 def test_without_a_text_the_gradient_is_that_of_the_others(one_taken):
     search, own, gradient = one_taken
-    model, left = search._model, search._left
+    model, left = search._model, search._remainder()
     names = list(gradient.update.tensors)
     units = [certificate.units(model, [ids[:-1]], names)[0].gradients[0] for ids in own]
     for name, tensor in gradient.update.tensors.items():
@@ -171,7 +171,7 @@ def test_spans_tell_the_rest_of_a_batch(one_taken):
     (text,) = search.rest(1, UNLIMITED)
     assert certificate.close(search._model, text.ids) == own[1]
     assert not search._shares.standing.any()
-    assert search._ended == own
+    assert [text.ids for text in search._ended] == own
 
 
 @torch.no_grad()
@@ -184,7 +184,10 @@ def test_the_rest_of_a_batch_has_its_tokens_and_half_of_the_time(one_taken, monk
     )
     assert search.rest(1, Clock(1000.0)) == []
     ((_, left, bag, _, _), seconds) = depths.pop()
-    assert left is search._left
+    without = search._remainder()
+    for name, tensor in without.update.tensors.items():
+        torch.testing.assert_close(left.update.tensors[name], tensor)
+    assert left.update.num_examples == without.update.num_examples
     assert {*bag.tokens_N.tolist()} == {*own[1][:-1]}
     assert len(bag.tokens_N) < len(search._bag.tokens_N)
     assert seconds == pytest.approx(500, rel=0.05)
@@ -220,7 +223,7 @@ def test_states_of_texts_that_were_read_are_known(read, monkeypatch):
     search, learned = _Search(model, gradient, bag), []
     shares, share_NO = search._shares, search._own_shares(own)
     text = next(text for text in shares.read({own[0]: share_NO[0]})[0])
-    search._shares, search._ended = shares.without(text), [own[0]]
+    search._shares, search._ended = shares.without(text), [text]
     monkeypatch.setattr(StateBlocks, "learned", lambda _, state_NKD: learned.append(state_NKD))
     search.begin(0, UNLIMITED)
     with listening(search._inputs_of) as heard:
@@ -266,8 +269,8 @@ def test_no_time_gives_no_text(read):
     model, own, gradient, bag = read()
     assert texts_of_bag(model, gradient, bag, Clock(0.0), unheard) == []
     search = _Search(model, gradient, bag)
+    search._ended = [search._shares.checked(own[0], search._own_shares(own[:1])[0])]
     search._shares = search._shares._replace(left_NO=0 * bag.share_NO)
-    search._ended = own[:1]
     search.begin(0, Clock(0.0))
     assert search.texts(4, 1, UNLIMITED) == []
 
@@ -494,48 +497,49 @@ def test_a_climb_goes_on_while_edits_are_better(read, monkeypatch):
     assert climbed({**agrees, own[0]: 20.0}) == (texts[0], _EDITS)
 
 
-@torch.no_grad()
-def test_texts_to_begin_with_have_tokens_that_none_had_before(read, monkeypatch):
-    model, own, gradient, bag = read(rank=8)
-    search, begun = _Search(model, gradient, bag), []
+@pytest.fixture
+def starts(monkeypatch):
+    """Returns the texts that climbs begin with, and the shares that these know; none leads on."""
+    begun = []
 
-    def climbed(search, text, *rest):
-        begun.append(text.ids)
+    def climbed(search, text, shares, *rest):
+        begun.append((text, shares))
         return text
 
     monkeypatch.setattr(_Search, "_climbed", climbed)
     monkeypatch.setattr(bag_search, "_BEGIN", 1.0)
     monkeypatch.setattr(bag_search, "_NEARLY", 0.0)
+    return begun
+
+
+@torch.no_grad()
+def test_texts_to_begin_with_have_tokens_that_none_had_before(read, starts, monkeypatch):
+    model, own, gradient, bag = read(rank=8)
+    search = _Search(model, gradient, bag)
     near = [text for ids in own for text in wrong_by_a_word(ids)]
     closed = dict(zip(near, search._own_shares(near), strict=True))
     rows_N = torch.arange(len(bag.tokens_N))
     assert search._edited(closed, 2, rows_N, UNLIMITED) == {}
-    assert 1 < len(begun) <= _STARTS
-    for number, ids in enumerate(begun):
-        assert {*ids} - {token for before in begun[:number] for token in before}
-    begun.clear()
+    assert 1 < len(starts) <= _STARTS
+    for number, (text, _) in enumerate(starts):
+        assert {*text.ids} - {token for before, _ in starts[:number] for token in before.ids}
+    starts.clear()
     monkeypatch.setattr(bag_search, "_STARTS", 1)
     assert search._edited(closed, 2, rows_N, UNLIMITED) == {}
-    assert len(begun) == 1
-    begun.clear()
+    assert len(starts) == 1
+    starts.clear()
     assert search._edited(closed, 0, rows_N, UNLIMITED) == {}
     assert search._edited(closed, 2, rows_N, Clock(0.0)) == {}
     monkeypatch.setattr(bag_search, "_BEGIN", 1e3)
     assert search._edited(closed, 2, rows_N, UNLIMITED) == {}
-    assert begun == []
+    assert starts == []
 
 
 @torch.no_grad()
-def test_texts_far_from_any_that_was_in_the_batch_are_not_edited(read, monkeypatch):
+def test_texts_far_from_any_that_was_in_the_batch_are_not_edited(read, starts, monkeypatch):
     """Each row and token speaks for a text that edits may mend."""
     model, own, gradient, bag = read(rank=8)
-    search, begun = _Search(model, gradient, bag), []
-
-    def climbed(search, text, *rest):
-        begun.append(text.ids)
-        return text
-
-    monkeypatch.setattr(_Search, "_climbed", climbed)
+    search = _Search(model, gradient, bag)
     monkeypatch.setattr(bag_search, "_STARTS", 100)
     (near, *_), far = wrong_by_a_word(own[0]), (*own[1][:1], *own[0][:0:-1], own[1][-1])
     closed = {near: search._own_shares([near])[0], far: search._own_shares([far])[0]}
@@ -544,11 +548,11 @@ def test_texts_far_from_any_that_was_in_the_batch_are_not_edited(read, monkeypat
         nats[ids] = search._shares.checked(ids, share_NO).nats / rows / len({*ids[:-1]})
     monkeypatch.setattr(bag_search, "_BEGIN", 0.0)
     assert 1.01 * nats[far] < nats[near]
-    for nearly, starts in ((0.99 * nats[far], {near, far}), (1.01 * nats[far], {near})):
-        begun.clear()
+    for nearly, begun in ((0.99 * nats[far], {near, far}), (1.01 * nats[far], {near})):
+        starts.clear()
         monkeypatch.setattr(bag_search, "_NEARLY", nearly)
         assert search._edited(closed, 2, torch.arange(len(bag.tokens_N)), UNLIMITED) == {}
-        assert {*begun} == starts
+        assert {text.ids for text, _ in starts} == begun
 
 
 @torch.no_grad()
@@ -607,24 +611,16 @@ def test_words_that_are_not_known_come_behind_likely_ones(read, monkeypatch, mos
 
 
 @torch.no_grad()
-def test_texts_that_were_read_are_taken_out_before_others_are_edited(read, monkeypatch):
+def test_texts_that_were_read_are_taken_out_before_others_are_edited(read, starts):
     model, own, gradient, bag = read(rank=8)
-    search, weighed = _Search(model, gradient, bag), []
-
-    def climbed(search, text, shares, *rest):
-        weighed.append((text, shares))
-        return text
-
-    monkeypatch.setattr(_Search, "_climbed", climbed)
-    monkeypatch.setattr(bag_search, "_BEGIN", 1.0)
-    monkeypatch.setattr(bag_search, "_NEARLY", 0.0)
+    search = _Search(model, gradient, bag)
     closed = [own[0], *wrong_by_a_word(own[0]), *wrong_by_a_word(own[1])]
     shares_BNO = search._own_shares(closed)
     closed = dict(zip(closed, shares_BNO, strict=True))
     search._edited(closed, 2, torch.arange(len(bag.tokens_N)), UNLIMITED)
     _, rest = search._shares.read({own[0]: shares_BNO[0]})
-    for text, shares in weighed:
+    for text, shares in starts:
         assert text.ids in wrong_by_a_word(own[1])
         torch.testing.assert_close(shares.left_NO, rest.left_NO)
         assert text.nats == rest.checked(text.ids, closed[text.ids]).nats
-    assert weighed
+    assert starts

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from ticking import Ticking
 
 from fedleak.attacks import certificate
 from fedleak.attacks.clock import UNLIMITED, Clock
@@ -235,23 +236,10 @@ def test_no_time_gives_no_support(rng: torch.Generator) -> None:
     assert sparse_support(rows, vector_VD, vector_VD[:0], Clock(0.0)) is None
 
 
-class Reads(Clock):
-    """Rings when it was read so many times."""
-
-    def __init__(self, reads: int) -> None:
-        super().__init__(None)
-        self.reads = reads
-
-    def up(self, step: float = 0.0) -> bool:
-        self.reads -= 1
-        self.rang |= self.reads < 0
-        return self.rang
-
-
 def test_what_was_found_when_time_is_up_counts(rng: torch.Generator) -> None:
     vector_VD = random(VECTORS, WIDTH, rng=rng)
     rows = noisy(random(20, 12, rng=rng) @ vector_VD[:12], rng)
-    support = sparse_support(rows, vector_VD, vector_VD[:0], Reads(2))
+    support = sparse_support(rows, vector_VD, vector_VD[:0], Ticking(2))
     assert support is not None
     assert sorted(support.index_M.tolist()) == list(range(12))
 
