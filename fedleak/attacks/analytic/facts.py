@@ -135,9 +135,8 @@ def label_counts(seen: Observation, model: LanguageModel, rng: torch.Generator) 
         return None
     num_examples = seen.update.num_examples
     if bias and bias[0] in seen.update.tensors:
-        ids_BT = torch.randint(
-            len(model.tokenizer), (DUMMY_SEQUENCES, DUMMY_LENGTH), generator=rng
-        ).to(model.device)
+        shape = DUMMY_SEQUENCES, min(DUMMY_LENGTH, model.max_length)
+        ids_BT = torch.randint(len(model.tokenizer), shape, generator=rng).to(model.device)
         mask_BT = torch.ones_like(ids_BT)
         logits_BC = model.family.logits(model.module, mask_BT, ids_BT=ids_BT, embeds_BTD=None)
         shares_C = class_shares(model, logits_BC, seen.update.tensors[bias[0]])

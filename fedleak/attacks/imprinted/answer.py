@@ -61,7 +61,6 @@ def answered(
         tokens=tokens_of(sequences),
         diagnostics={
             **numbers,
-            **verdict.diagnostics(),
             "chance": max((text.chance for text in best if text.certified), default=None),
         },
         reason=f"the batch is not proved; {numbers['certified']} of its texts are certified",

@@ -81,6 +81,14 @@ def test_label_counts_of_a_batch_are_exact_at_a_bias(small, observe, texts):
         assert answer.facts["label_counts"] == [labels.count(c) for c in range(3)]
 
 
+def test_label_counts_are_exact_of_a_model_for_short_texts(small, observe, texts):
+    model = small("bert", longest=12)
+    model.module.classifier.weight.data *= 0.01
+    short = [" ".join(text.split()[:2]) for text in texts[:3]]
+    answer = probe(model, observe(model, short, [2, 1, 2]).seen)
+    assert answer.facts["label_counts"] == [0, 1, 2]
+
+
 @pytest.mark.parametrize("labels", [[0, 0, 0, 0], [0, 1, 2, 2], [2, 1, 2, 2, 2, 1]])
 def test_label_counts_are_exact_under_the_squared_error_too(small, observe, texts, labels):
     model = replace(small("bert"), class_loss=squared_error)
