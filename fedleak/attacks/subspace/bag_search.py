@@ -27,7 +27,7 @@ Nothing but the model and the rows is used. A batch is proved as any other, by i
 the client's steps.
 
 Shapes: N tokens of the batch, O rows of adapters, D columns, V vocabulary, B prefixes, T tokens of
-a prefix, M directions of first inputs, U rows of which some did not come, X any axes.
+a prefix, X any axes.
 """
 
 import math
@@ -46,6 +46,7 @@ from fedleak.attacks.measured_gradient import MeasuredGradient
 from fedleak.attacks.reconstruction import Ids
 from fedleak.attacks.subspace.answer import Judged, OnJudged
 from fedleak.attacks.subspace.depth_search import BEYOND, adapters_of, layer_rows, read_depths
+from fedleak.attacks.subspace.own_shares import OwnShares
 from fedleak.attacks.subspace.sparse_bayes import Bag
 from fedleak.attacks.subspace.state_blocks import StateBlocks
 from fedleak.attacks.subspace.text_shares import Checked, Shares
@@ -57,7 +58,7 @@ from fedleak.attacks.subspace.update_evidence import (
     of_rows,
     unsaid,
 )
-from fedleak.models import LanguageModel, is_target, pad
+from fedleak.models import LanguageModel
 from fedleak.models.family import LORA_A, LORA_B
 
 if TYPE_CHECKING:
@@ -169,11 +170,8 @@ class _Search:
         """Takes the tokens of a batch, and the rows of layers."""
         self._model, self._gradient, self._bag = model, gradient, bag
         self._first, (self._end,) = first_tokens(model), certificate.close(model, ())
-        self._adapters = [_module(model, name) for name in adapters_of(model, gradient, 0)]
-        self._size_U = layer_rows(model, gradient, 0)[0].size_U
-        self._size_O = bag.share_NO.square().mean(0).sqrt()
-        self._shares = Shares.of(bag, self._size_O)
-        self._apart_DM = torch.linalg.pinv(bag.axis_MD)
+        self._own = OwnShares(model, gradient, bag)
+        self._shares = Shares.of(bag, self._own.size_O)
         came = [n for n in range(1, model.num_layers) if adapters_of(model, gradient, n)]
         numbers = [*came[:_NEAR], *came[_NEAR::_FAR]]
         self._rows = [layer_rows(model, gradient, number) for number in numbers]
@@ -229,7 +227,7 @@ class _Search:
         Their tokens' shares must agree, as those of all.
         """
         bag = self._bag.only(self._shares.standing)
-        if most > 1 and len(bag.tokens_N) > len(self._size_O) + BEYOND:
+        if most > 1 and len(bag.tokens_N) > len(self._own.size_O) + BEYOND:
             return []
         left = self._remainder()
         texts = read_depths(self._model, left, bag, clock.part(_RESTS), lambda *_: None) or []
@@ -240,7 +238,7 @@ class _Search:
         left = self._gradient
         names = [name for name in left.update.tensors if name.endswith((LORA_A, LORA_B))]
         for text in self._ended:
-            (share_NO,) = self._own_shares([text.ids])
+            (share_NO,) = self._own.of_closed([text.ids])
             factor = float((text.part_NO * share_NO).sum() / share_NO.square().sum())
             (unit,) = certificate.units(self._model, [text.ids[:-1]], names)
             (gradients,) = unit.gradients
@@ -303,7 +301,7 @@ class _Search:
 
     def _nearly(self, ids: Ids) -> float:
         """Returns the nats of a text that edits may mend."""
-        return _NEARLY * len(self._size_O) * len({*ids[:-1]})
+        return _NEARLY * len(self._own.size_O) * len({*ids[:-1]})
 
     def _climbed(self, text: Checked, shares: Shares, rows_N: Tensor, clock: Clock) -> Checked:
         """Returns what edits of a text lead to that agree ever better."""
@@ -332,7 +330,7 @@ class _Search:
         for place in range(len(self._first), len(words) + 1):
             before, token, after = words[:place], words[place : place + 1], words[place + 1 :]
             around = nats[max(place - 1, 0) : place + 2]
-            sure = _PLACE * sum(around) / len(around) / len(self._size_O)
+            sure = _PLACE * sum(around) / len(around) / len(self._own.size_O)
             for other, rank in self._likely(beam, rows_N).items():
                 for ids in ((*before, other, *token, *after, end), (*before, other, *after, end)):
                     ranks[ids] = min(ranks.get(ids, math.inf), rank + sure)
@@ -362,7 +360,7 @@ class _Search:
 
     def _with_shares(self, texts: Sequence[Ids]) -> dict[Ids, Tensor]:
         """Returns closed texts, with the shares of their own gradients."""
-        return dict(zip(texts, self._own_shares(texts), strict=True)) if texts else {}
+        return dict(zip(texts, self._own.of_closed(texts), strict=True)) if texts else {}
 
     def _begun(self) -> _Beam:
         """Returns what begins all texts."""
@@ -498,36 +496,8 @@ class _Search:
         begin = len(self._first)
         return [ids_CT[n::_LONG, : begin + n] for n in range(_LONG)], usual_N
 
-    def _own_shares(self, texts: Sequence[Ids]) -> Tensor:
-        """Returns the shares [B, N, O] of all tokens in the gradients of texts, of loss sums."""
-        size = max(1, _AT_ONCE // max(map(len, texts)))
-        some = (self._gradients(texts[i : i + size]) for i in range(0, len(texts), size))
-        shares_BMO = (torch.cat([*some]) @ self._apart_DM).mT
-        shares_BNO: Tensor = shares_BMO[:, -len(self._bag.tokens_N) :] / self._size_O
-        return shares_BNO
-
-    def _gradients(self, texts: Sequence[Ids]) -> Tensor:
-        """Returns the adapters' gradients [B, O, D] of texts, each in units of its row's."""
-        ids_BT, mask_BT = pad(texts, self._model.tokenizer.pad_token_id, self._model.device)
-        with listening(self._adapters) as heard, torch.enable_grad():
-            hidden_BTD = last_hidden(self._model, ids_BT[:, :-1])
-            # As one matrix: with several, a product with each is computed, which takes longer.
-            logits_XV = logits(self._model, hidden_BTD.flatten(0, 1))
-            loss_X = F.cross_entropy(logits_XV, ids_BT[:, 1:].flatten(), reduction="none")
-            loss = loss_X[is_target(self._model, ids_BT, mask_BT)[:, 1:].flatten()].sum()
-            outputs = [heard[module][1] for module in self._adapters]
-            slope_BTO = torch.cat(torch.autograd.grad(loss, outputs), -1)
-        given_BTD = heard[self._adapters[0]][0].detach().double()
-        came_U = self._size_U > 0
-        gradient_BOD: Tensor = slope_BTO[..., came_U].double().mT @ given_BTD
-        return gradient_BOD / self._size_U[came_U, None]
-
     def _log_probabilities(self, hidden_BD: Tensor) -> Tensor:
         """Returns those [B, V] of the next token; of special ones only the end is likely."""
         logits_BV = logits(self._model, hidden_BD)
         logits_BV[:, [token for token in unsaid(self._model) if token != self._end]] = -math.inf
         return logits_BV.log_softmax(-1)
-
-
-def _module(model: LanguageModel, name: str) -> nn.Module:
-    return model.module.get_submodule(name.removesuffix(".weight"))

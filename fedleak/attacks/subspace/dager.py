@@ -57,6 +57,7 @@ from fedleak.attacks.subspace.decoder_search import (
 )
 from fedleak.attacks.subspace.depth_search import adapters_of, layer_rows, read_depths
 from fedleak.attacks.subspace.encoder_search import Effort, search_sentences
+from fedleak.attacks.subspace.placed_texts import texts_of_places
 from fedleak.attacks.subspace.span import (
     ACCEPT,
     REPEATS,
@@ -66,7 +67,7 @@ from fedleak.attacks.subspace.span import (
 )
 from fedleak.attacks.subspace.sparse_bayes import placed_text, sparse_tokens
 from fedleak.attacks.subspace.token_bag import pairs, read_token_bag
-from fedleak.models import CAUSAL_LM, LanguageModel
+from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel
 from fedleak.models.family import LORA_A, lora_a, lora_b, with_adapters
 from fedleak.training.observation import Observation
 
@@ -182,7 +183,7 @@ def _by_rows(
     """Returns the tokens that rows of adapters are mixes of, and their texts; None: nothing shows.
 
     One text is read in order by its positions if the model has them, and else a decoder's texts
-    behind a step of Adam are. If that proves nothing, next-token texts are sought one by one.
+    behind a step of Adam are. If that proves nothing, texts are sought one by one.
     """
     names, bag, texts, share = adapters_of(model, gradient, 0), None, list[Judged](), clock
     if names and names[0].endswith(LORA_A):  # earlier rounds have trained it
@@ -201,10 +202,12 @@ def _by_rows(
     reason = _EXPLAINED if texts else tokens_only
     # The texts of several steps have gradients at weights of their own.
     one_by_one = model.task == CAUSAL_LM and seen.knowledge.local_steps in (None, 1)
+    alone = list[Judged]()
     if bag is not None and one_by_one and not _proved(model, texts, seen, clock):
         alone = texts_of_bag(model, gradient, bag, clock, tell)
-        if alone:
-            texts, reason = alone, _ALONE
+    elif bag is not None and not texts and model.task == CLASSIFICATION and not gradient.divided:
+        alone = texts_of_places(model, gradient, bag, clock, tell)
+    texts, reason = (alone, _ALONE) if alone else (texts, reason)
     verdict = certificate.judge(model, [text.ids for text in texts], seen, clock)
     diagnostics: dict[str, Any] = clock.late() | share.late()
     if bag is not None:

@@ -497,6 +497,11 @@ class Bag:
     error_O: Tensor
 
     @property
+    def used_positions(self) -> Tensor:
+        """Which positions [P] have more than noise."""
+        return _is_used(self.position_PO)
+
+    @property
     def told_apart(self) -> tuple[int, ...]:
         """The tokens that no other could replace, in rising order."""
         return tuple(sorted({*self.tokens_N.tolist()} - {*self.alike_A.tolist()}))
@@ -585,7 +590,7 @@ def placed_text(bag: Bag) -> Ids | None:
     Args:
         bag: The tokens of the text.
     """
-    used_P = _is_used(bag.position_PO)
+    used_P = bag.used_positions
     if not used_P.any():
         return None
     place_TO, token_NO = bag.position_PO[: int(used_P.nonzero()[-1]) + 1], bag.token_NO

@@ -47,6 +47,7 @@ class Checked(NamedTuple):
         agrees: Whether so many of its tokens agree that it was in the batch.
         nats_N: What speaks for each token of the batch in it.
         part_NO: The text's part of all shares.
+        factor: That part over the shares of its own gradient; 0: none fits.
     """
 
     ids: Ids
@@ -54,6 +55,7 @@ class Checked(NamedTuple):
     agrees: bool
     nats_N: Tensor
     part_NO: Tensor
+    factor: float = 0.0
 
 
 class Shares(NamedTuple):
@@ -64,12 +66,14 @@ class Shares(NamedTuple):
         all_NO: Their shares in all texts; in each row they have a root mean square of 1.
         left_NO: What is left of these without the texts that were read.
         variance_NO: Of the errors of what is left.
+        late: Of so many last tokens of a text one must agree.
     """
 
     tokens_N: Tensor
     all_NO: Tensor
     left_NO: Tensor
     variance_NO: Tensor
+    late: int = _LATE
 
     @classmethod
     def of(cls, bag: Bag, size_O: Tensor) -> "Shares":
@@ -119,11 +123,12 @@ class Shares(NamedTuple):
         nats, best = nats_FK.sum(1).max(0)
         nats_N[in_N] = nats_FK[best]
         sure_K = (gained_K - error_FK[best]).clamp_min(0) * left_KO.shape[1] / 2
-        late_K = torch.isin(self.tokens_N[in_N], self.tokens_N.new_tensor(ids[-1 - _LATE : -1]))
+        late_K = torch.isin(self.tokens_N[in_N], self.tokens_N.new_tensor(ids[-1 - self.late : -1]))
         agree, tokens = int((sure_K > 0).sum()), len({*ids[:-1]})
         enough = agree >= max(_AGREE * tokens, 2) and float(sure_K.sum()) >= _SURE
         agrees = enough and bool((late_K & (sure_K > 0)).any())
-        return Checked(ids, float(nats), agrees, nats_N, factor_F[best] * share_NO)
+        factor = float(factor_F[best])
+        return Checked(ids, float(nats), agrees, nats_N, factor * share_NO, factor)
 
     def read(self, closed: Mapping[Ids, Tensor]) -> "tuple[list[Checked], Shares]":
         """Returns the texts whose tokens' shares agree, and what they leave.

@@ -27,6 +27,7 @@ from fedleak.attacks.subspace.bag_search import (
     texts_of_bag,
 )
 from fedleak.attacks.subspace.depth_search import adapters_of, layer_rows
+from fedleak.attacks.subspace.own_shares import OwnShares
 from fedleak.attacks.subspace.sparse_bayes import sparse_tokens
 from fedleak.attacks.subspace.state_blocks import StateBlocks
 from fedleak.attacks.subspace.text_shares import _ERROR, Checked, Shares
@@ -69,7 +70,7 @@ def read(small, observe):
 def test_the_shares_of_texts_add_up_to_those_of_the_batch(read, family):
     model, own, gradient, bag = read(family)
     search = _Search(model, gradient, bag)
-    share_NO, all_NO = search._own_shares(own).sum(0), search._shares.all_NO
+    share_NO, all_NO = search._own.of_closed(own).sum(0), search._shares.all_NO
     factor = (share_NO * all_NO).sum() / share_NO.square().sum()
     torch.testing.assert_close(factor * share_NO, all_NO, rtol=1e-3, atol=1e-3)
 
@@ -79,9 +80,9 @@ def test_gradients_of_texts_are_those_of_autograd(read):
     model, own, gradient, bag = read()
     search = _Search(model, gradient, bag)
     names = adapters_of(model, gradient, 0)
-    for ids, gradient_OD in zip(own, search._gradients(own), strict=True):
+    for ids, gradient_OD in zip(own, search._own.gradients(own), strict=True):
         sent = certificate.mean_gradient(model, [(ids, 0)], names)
-        slow_OD = torch.cat(sent) * (len(ids) - 1) / search._size_U[:, None]
+        slow_OD = torch.cat(sent) * (len(ids) - 1) / search._own._size_U[:, None]
         torch.testing.assert_close(gradient_OD, slow_OD.double(), rtol=1e-3, atol=1e-4)
 
 
@@ -192,7 +193,7 @@ def test_the_rest_of_a_batch_has_its_tokens_and_half_of_the_time(one_taken, monk
     assert len(bag.tokens_N) < len(search._bag.tokens_N)
     assert seconds == pytest.approx(500, rel=0.05)
     # Of two texts with many more tokens than rows spans tell nothing.
-    monkeypatch.setattr(bag_search, "BEYOND", -len(search._size_O))
+    monkeypatch.setattr(bag_search, "BEYOND", -len(search._own.size_O))
     assert search.rest(2, UNLIMITED) == []
     assert not depths
     assert search.rest(1, UNLIMITED) == []
@@ -221,7 +222,7 @@ def test_once_a_text_is_read_spans_may_tell_the_others(read, monkeypatch):
 def test_states_of_texts_that_were_read_are_known(read, monkeypatch):
     model, own, gradient, bag = read(texts=["she told us that she knows", "nobody knows"])
     search, learned = _Search(model, gradient, bag), []
-    shares, share_NO = search._shares, search._own_shares(own)
+    shares, share_NO = search._shares, search._own.of_closed(own)
     text = next(text for text in shares.read({own[0]: share_NO[0]})[0])
     search._shares, search._ended = shares.without(text), [text]
     monkeypatch.setattr(StateBlocks, "learned", lambda _, state_NKD: learned.append(state_NKD))
@@ -243,7 +244,7 @@ def test_a_text_that_was_read_is_not_read_again(read):
     """What errors leave of its shares resembles them."""
     model, own, gradient, bag = read()
     search = _Search(model, gradient, bag)
-    shares, share_NO = search._shares, search._own_shares(own[:1])[0]
+    shares, share_NO = search._shares, search._own.of_closed(own[:1])[0]
     text = shares.checked(own[0], share_NO)
     left = shares.without(text._replace(part_NO=0.98 * text.part_NO))
     assert not left.checked(own[0], share_NO).agrees
@@ -269,7 +270,7 @@ def test_no_time_gives_no_text(read):
     model, own, gradient, bag = read()
     assert texts_of_bag(model, gradient, bag, Clock(0.0), unheard) == []
     search = _Search(model, gradient, bag)
-    search._ended = [search._shares.checked(own[0], search._own_shares(own[:1])[0])]
+    search._ended = [search._shares.checked(own[0], search._own.of_closed(own[:1])[0])]
     search._shares = search._shares._replace(left_NO=0 * bag.share_NO)
     search.begin(0, Clock(0.0))
     assert search.texts(4, 1, UNLIMITED) == []
@@ -277,7 +278,7 @@ def test_no_time_gives_no_text(read):
 
 def among(search, shares, *texts):
     """Returns which texts are read by their tokens' shares."""
-    closed = dict(zip(texts, search._own_shares(texts), strict=True))
+    closed = dict(zip(texts, search._own.of_closed(texts), strict=True))
     return [text.ids for text in shares.read(closed)[0]]
 
 
@@ -306,7 +307,7 @@ def test_shares_agree_of_right_texts_alone(read, noise, known):
 def test_the_text_with_the_most_nats_is_taken_first(read):
     model, own, gradient, bag = read()
     search = _Search(model, gradient, bag)
-    shares, share_NO = search._shares, search._own_shares(own[:1])[0]
+    shares, share_NO = search._shares, search._own.of_closed(own[:1])[0]
     first = share_NO.clone()
     first[bag.tokens_N == own[0][2]] *= -1
     closed = {(*own[0][:-1], own[0][-2], own[0][-1]): first, own[0]: share_NO}
@@ -388,7 +389,7 @@ def wrong_by_a_word(ids):
 
 def checked(search, texts):
     """Returns texts, compared with the shares of the batch."""
-    return list(map(search._shares.checked, texts, search._own_shares(texts)))
+    return list(map(search._shares.checked, texts, search._own.of_closed(texts)))
 
 
 @torch.no_grad()
@@ -471,13 +472,13 @@ def test_a_climb_goes_on_while_edits_are_better(read, monkeypatch):
     model, own, gradient, bag = read()
     search, rows_N = _Search(model, gradient, bag), torch.arange(len(bag.tokens_N))
     texts = [(*own[0][:-1], token, own[0][-1]) for token in range(10, 500)]
-    heard, own_shares = [], _Search._own_shares
+    heard, of_closed = [], OwnShares.of_closed
 
-    def listening_shares(search, some):
+    def listening_shares(own_shares, some):
         heard.append(some)
-        return own_shares(search, some)
+        return of_closed(own_shares, some)
 
-    monkeypatch.setattr(_Search, "_own_shares", listening_shares)
+    monkeypatch.setattr(OwnShares, "of_closed", listening_shares)
 
     def climbed(nats_of):
         heard.clear()
@@ -517,7 +518,7 @@ def test_texts_to_begin_with_have_tokens_that_none_had_before(read, starts, monk
     model, own, gradient, bag = read(rank=8)
     search = _Search(model, gradient, bag)
     near = [text for ids in own for text in wrong_by_a_word(ids)]
-    closed = dict(zip(near, search._own_shares(near), strict=True))
+    closed = dict(zip(near, search._own.of_closed(near), strict=True))
     rows_N = torch.arange(len(bag.tokens_N))
     assert search._edited(closed, 2, rows_N, UNLIMITED) == {}
     assert 1 < len(starts) <= _STARTS
@@ -542,7 +543,7 @@ def test_texts_far_from_any_that_was_in_the_batch_are_not_edited(read, starts, m
     search = _Search(model, gradient, bag)
     monkeypatch.setattr(bag_search, "_STARTS", 100)
     (near, *_), far = wrong_by_a_word(own[0]), (*own[1][:1], *own[0][:0:-1], own[1][-1])
-    closed = {near: search._own_shares([near])[0], far: search._own_shares([far])[0]}
+    closed = {near: search._own.of_closed([near])[0], far: search._own.of_closed([far])[0]}
     rows, nats = len(bag.share_NO[0]), {}
     for ids, share_NO in closed.items():
         nats[ids] = search._shares.checked(ids, share_NO).nats / rows / len({*ids[:-1]})
@@ -562,7 +563,7 @@ def test_a_text_that_was_edited_is_read(read, monkeypatch):
     search = _Search(model, gradient, bag)
     search.begin(0, UNLIMITED)
     near = wrong_by_a_word(own[0])[:1]
-    closed = dict(zip(near, search._own_shares(near), strict=True))
+    closed = dict(zip(near, search._own.of_closed(near), strict=True))
     monkeypatch.setattr(_Search, "_closed", lambda *_: closed)
     monkeypatch.setattr(bag_search, "_BEGIN", 1.0)
     monkeypatch.setattr(bag_search, "_NEARLY", 0.0)
@@ -615,7 +616,7 @@ def test_texts_that_were_read_are_taken_out_before_others_are_edited(read, start
     model, own, gradient, bag = read(rank=8)
     search = _Search(model, gradient, bag)
     closed = [own[0], *wrong_by_a_word(own[0]), *wrong_by_a_word(own[1])]
-    shares_BNO = search._own_shares(closed)
+    shares_BNO = search._own.of_closed(closed)
     closed = dict(zip(closed, shares_BNO, strict=True))
     search._edited(closed, 2, torch.arange(len(bag.tokens_N)), UNLIMITED)
     _, rest = search._shares.read({own[0]: shares_BNO[0]})
