@@ -42,7 +42,7 @@ from transformers import BertForSequenceClassification, GPT2Config, GPT2LMHeadMo
 
 from fedleak import models
 from fedleak.attacks.matching import optimizer, reorderings
-from fedleak.attacks.matching.batch_structure import Frame, Rows, Shape, rows_of
+from fedleak.attacks.matching.batch_structure import Rows, Shape, rows_of
 from fedleak.attacks.matching.candidate_selection import best_of_batch, lm_penalty
 from fedleak.attacks.matching.factored_gradients import BatchGradients, tables
 from fedleak.attacks.matching.gradient_distance import Loss, distance_of, target_of
@@ -50,7 +50,7 @@ from fedleak.attacks.matching.lamp import FAITHFUL, better_order
 from fedleak.attacks.matching.objective import Objective, lower_precision
 from fedleak.attacks.matching.optimizer import ROUGH, Descent, initial
 from fedleak.attacks.matching.parametrization import FreeEmbeddings
-from fedleak.models import CLASSIFICATION, LanguageModel
+from fedleak.models import CLASSIFICATION, Frame, LanguageModel
 from fedleak.models.prior import Prior
 
 CONFIG = FAITHFUL["base"]

@@ -210,6 +210,11 @@ class _Check:
             return f"it has labels that are none of the {self._num_labels} classes"
         if truth.noise_scale is not None and truth.noise_scale < 0:
             return f"its noise_scale is {truth.noise_scale}"
+        if (canaries := truth.canaries) is not None and (
+            len(canaries.drawn) not in (0, len(canaries.inside))
+            or not (canaries.rate is None or 0 < canaries.rate <= 1)
+        ):
+            return "its canaries cannot be of this run"
         if truth.batch_size < 1:
             return f"its batch_size is {truth.batch_size}"
         if key in self._captured:

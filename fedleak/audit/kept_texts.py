@@ -1,15 +1,17 @@
 """Texts that the run directory keeps outside the vault: held-out texts, and lists of candidates."""
 
+import re
 from itertools import chain
 from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
-from fedleak.config.components import listed_as
+from fedleak.config.components import NAME, listed_as
 from fedleak.store import records
 from fedleak.store.run import Run
 from fedleak.training.observation import Example
 from fedleak.util.errors import FedleakError
+from fedleak.util.sanitise import printable
 
 REMEDY = "`fedleak run` with the experiment's file makes it anew, and nothing else is lost"
 
@@ -59,8 +61,15 @@ def read_candidates(run: Run, attack: str, vocabulary: int | None = None) -> Kep
 
 
 def candidates_file(attack: str) -> Path:
-    """Returns the path in a run directory of the copy of an attack's list of candidates."""
-    return Path("candidates", f"{listed_as(attack)}.json")
+    """Returns the path in a run directory of the copy of an attack's list of candidates.
+
+    Raises:
+        FedleakError: The name, which may be a stranger's, is none that an attack can have.
+    """
+    name = listed_as(attack)
+    if not re.fullmatch(NAME, name):
+        raise FedleakError(f"{printable(repr(name))[:100]} is no name of an attack: {REMEDY}")
+    return Path("candidates", f"{name}.json")
 
 
 def _read_texts(run: Run, name: Path, vocabulary: int | None) -> KeptTexts:

@@ -1,5 +1,6 @@
 """Sums up a run: each attack's figures with their intervals, and how far to trust them."""
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import chain
@@ -188,7 +189,11 @@ def _ratio(value: JsonValue) -> float | None:
     """Returns a quotient of two numbers, if it is one: attacks may write any diagnostics."""
     match value:
         case [int() | float() as used, int() | float() as available] if available:
-            return used / available
+            try:
+                ratio = used / available
+            except OverflowError:  # whole numbers have any size
+                return None
+            return ratio if math.isfinite(ratio) else None
     return None
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -179,6 +179,21 @@ class LanguageModel:
         tokenizer = self.tokenizer
         marks = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
         return frozenset({tokenizer.unk_token_id} - marks - {None})
+
+
+class Frame(NamedTuple):
+    """The special tokens that begin and end every sequence."""
+
+    first: tuple[int, ...]
+    last: tuple[int, ...]
+
+
+def frame(model: LanguageModel) -> Frame:
+    """Returns the special tokens around every text."""
+    (ids,) = model.encode(["a"])
+    special = model.special_ids()
+    content = [place for place, token in enumerate(ids) if token not in special]
+    return Frame(tuple(ids[: content[0]]), tuple(ids[content[-1] + 1 :]))
 
 
 def text_of(tokenizer: Any, ids: Sequence[int], *, special: bool = False) -> str:

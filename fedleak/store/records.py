@@ -55,8 +55,14 @@ def _summed_up(diagnostics: dict[str, Any]) -> dict[str, Any]:
     return diagnostics
 
 
+_LARGEST = 2.0**53
+"""Counts are below this; the quotient of larger numbers may be none."""
+
+
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return abs(value) < _LARGEST
 
 
 Name = Annotated[str, Field(min_length=1, max_length=100)]

@@ -83,8 +83,11 @@ def guard(
             return Message(Error(REFUSED, REFUSAL), reply_to=message)
         reply = call_next(message, context)
         if watched is not None and sent is not None and not watched.alarms and reply.has_content():
-            before = sent if sends == "weights" else {}
-            remember_sent(memory, _length(arrays(reply.content), before))
+            try:
+                before = sent if sends == "weights" else {}
+                remember_sent(memory, _length(arrays(reply.content), before))
+            except Exception as error:  # noqa: BLE001 - a reply that was trained for must not get lost
+                say(f"NOT REMEMBERED: {type(error).__name__}: {error}", "guard")
         return reply
 
     return mod

@@ -131,6 +131,16 @@ def without_a_mark() -> None:
     Path(OF_1).write_text(json.dumps(value))
 
 
+COINS = {
+    "inside": [True, False],
+    "slot": 0,
+    "copy": False,
+    "whole": False,
+    "rate": None,
+    "steps": 1,
+    "uses": 1,
+}
+
 HOSTILE: dict[str, tuple[Callable[[], None], str]] = {
     "another experiment": (changed(OF_1, fingerprint="0" * 16), "is of the experiment 0000"),
     "a long mark": (
@@ -154,6 +164,8 @@ HOSTILE: dict[str, tuple[Callable[[], None], str]] = {
     "no labels": (changed(OF_1, labels=[]), "0 labels for 1 texts"),
     "no noise": (changed(OF_1, noise_scale=-1.0), "its noise_scale is -1.0"),
     "no step": (changed(OF_1, batch_size=0), "its batch_size is 0"),
+    "coins that nobody threw": (changed(OF_1, canaries=COINS | {"drawn": [1]}), "its canaries"),
+    "a rate of nothing": (changed(OF_1, canaries=COINS | {"rate": 0.0}), "its canaries cannot be"),
     "another batch": (changed(OF_1, batch_size=3), "it has 3 examples, but client 1 sent an"),
     "a link": (linked, "it is a link"),
     "a pipe": (piped, "it is a pipe"),
@@ -162,6 +174,7 @@ HOSTILE: dict[str, tuple[Callable[[], None], str]] = {
         "client 1 has other defenses",
     ),
     "no note": (changed(NOTE, events=5), "it is no note on defenses"),
+    "records without end": (changed(NOTE, records=10**15), "it is no note on defenses"),
 }
 
 

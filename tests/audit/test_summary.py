@@ -60,6 +60,10 @@ def test_an_attack_is_summed_up_over_its_rows() -> None:
         ),
         row("dlg", 1, round=2, status=Status.FAILED, texts=None, diagnostics={"budget": [1, 0]}),
         row("dlg", 2, status=UNSCORED, texts=None, batch_size=None, diagnostics={"budget": 7}),
+        row("dlg", 2, round=2, status=Status.FAILED, texts=None,
+            diagnostics={"budget": [10**400, 1]}),
+        row("dlg", 2, round=3, status=Status.FAILED, texts=None,
+            diagnostics={"budget": [1e308, 1e-10]}),
     ]  # fmt: skip
     means = {
         name: mean_over_clients(
@@ -71,8 +75,8 @@ def test_an_attack_is_summed_up_over_its_rows() -> None:
     }
     exact = estimate([1 / 3, 1.0], [0, 1], [3, 1], most=1.0, largest=0)
     assert attack_summary(rows, Largest()) == AttackSummary(
-        rows=4,
-        status={Status.RECOVERED: 2, Status.FAILED: 1, UNSCORED: 1},
+        rows=6,
+        status={Status.RECOVERED: 2, Status.FAILED: 3, UNSCORED: 1},
         verified=1,
         knows=("labels", "lengths"),
         sequences=4,

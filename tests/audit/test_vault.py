@@ -144,6 +144,14 @@ def test_kept_texts_have_their_classes_where_they_are_wanted_and_known() -> None
     assert texts.examples(labelled=False) == bare.examples(labelled=True) == unknown
 
 
+@pytest.mark.parametrize("name", ["/tmp/theirs", "../theirs", "a\0b", "", "+all"])
+def test_the_name_of_an_attack_is_no_path(tmp_path: Path, name: str) -> None:
+    run = built(tmp_path / "run", [])
+    (tmp_path / "theirs.json").write_text('{"sequences": [[1]]}')
+    with pytest.raises(FedleakError, match="is no name of an attack"):
+        read_candidates(run, name)
+
+
 @pytest.mark.parametrize("name", ["held_out.json", "candidates/mine.json"])
 def test_kept_texts_are_checked(tmp_path: Path, name: str) -> None:
     run = built(tmp_path / "run", [])

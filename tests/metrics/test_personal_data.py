@@ -90,6 +90,11 @@ def test_wrong_check_digits_are_only_a_number():
         assert {kind for kind, _ in kinds_and_words(wrong)} == {"number"}
 
 
+@pytest.mark.parametrize("text", ["ſſ٠١٢٣٤٥٦٧٨٩٠١", "٠١٢٣٤٥٦٧٨٩٠١٢"])
+def test_digits_of_other_scripts_are_no_card_and_no_iban(text):
+    assert {kind for kind, _ in kinds_and_words(text)} <= {"number"}
+
+
 @pytest.mark.parametrize("name", ["bert_tiny", "gpt2_tiny", "llama_tiny"])
 def test_a_piece_is_the_fewest_tokens_that_hold_it(name, request, texts):
     model = request.getfixturevalue(name)

@@ -141,6 +141,19 @@ def test_what_cannot_be_looked_at_is_said_and_refused_where_anything_is(action, 
     assert "fedleak guard: NOT CHECKED" in capsys.readouterr().err
 
 
+def test_a_reply_is_not_lost_for_what_cannot_be_remembered(tmp_path, capsys):
+    app = ClientApp(mods=[guard(tmp_path)])
+
+    @app.train()
+    def train(message, context):
+        after = {"dense.weight": Array(np.full((32, 16), np.nan, np.float32))}
+        return Message(RecordDict({"arrays": ArrayRecord(after)}), reply_to=message)
+
+    reply = answer(app, sent(model(), 1))
+    assert np.isnan(reply.content.array_records["arrays"].to_numpy_ndarrays()[0]).all()
+    assert "fedleak guard: NOT REMEMBERED: ValueError" in capsys.readouterr().err
+
+
 def test_a_guard_needs_no_more_than_the_core(tmp_path):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     core = {need.split(">")[0].split("[")[0] for need in project["dependencies"]}

@@ -17,9 +17,8 @@ from fedleak.attacks.auto.evidence import directions
 from fedleak.attacks.auto.sharpening import PROPOSED, trial
 from fedleak.attacks.certificate import as_gradient
 from fedleak.attacks.clock import Clock
-from fedleak.attacks.matching.batch_structure import frame
 from fedleak.attacks.reconstruction import Ids
-from fedleak.models import LanguageModel
+from fedleak.models import LanguageModel, frame
 from fedleak.training.observation import Observation
 
 OF_SPANS = 0.75

@@ -42,12 +42,11 @@ from fedleak.attacks import Progress, Show
 from fedleak.attacks.analytic.placed_words import PlacedWords, placed_words
 from fedleak.attacks.auto.evidence import gradients_of
 from fedleak.attacks.clock import Clock
-from fedleak.attacks.matching.batch_structure import Frame, frame
 from fedleak.attacks.matching.factored_gradients import BatchGradients
 from fedleak.attacks.matching.gradient_distance import Gradient
 from fedleak.attacks.reconstruction import Ids
 from fedleak.attacks.subspace.pooled_span import SIGMAS, PooledSpan
-from fedleak.models import LanguageModel, pad
+from fedleak.models import Frame, LanguageModel, frame, pad
 from fedleak.models.prior import Prior
 from fedleak.util.rng import stream
 

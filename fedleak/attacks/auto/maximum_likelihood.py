@@ -71,14 +71,13 @@ from fedleak.attacks.auto.joint_likelihood import (
 from fedleak.attacks.auto.text_by_text import TextSearch
 from fedleak.attacks.certificate import NOTHING_PROVED, PRECISION, as_gradient, is_linear
 from fedleak.attacks.clock import Clock, Seconds
-from fedleak.attacks.matching.batch_structure import Frame, frame
 from fedleak.attacks.matching.factored_gradients import BatchGradients
 from fedleak.attacks.matching.gradient_distance import Gradient
 from fedleak.attacks.reconstruction import Ids
 from fedleak.attacks.subspace.answer import Reader, Reading, answer_of
 from fedleak.attacks.subspace.coarseness import EXACT, Coarseness, coarseness
 from fedleak.attacks.subspace.pooled_span import SIGMAS, PooledSpan
-from fedleak.models import CLASSIFICATION, LanguageModel, absolute
+from fedleak.models import CLASSIFICATION, Frame, LanguageModel, absolute, frame
 from fedleak.models import prior as priors
 from fedleak.models.prior import Prior
 from fedleak.training.observation import Observation

@@ -21,10 +21,9 @@ from fedleak.attacks.auto.peeling import gradient_of
 from fedleak.attacks.certificate import close
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.matching import reorderings
-from fedleak.attacks.matching.batch_structure import frame
 from fedleak.attacks.matching.factored_gradients import BatchGradients
 from fedleak.attacks.reconstruction import Ids, tokens_of
-from fedleak.models import CLASSIFICATION, LanguageModel
+from fedleak.models import CLASSIFICATION, LanguageModel, frame
 
 PROPOSED = 8
 """Tokens that are tried at each place, by each of the two rules."""

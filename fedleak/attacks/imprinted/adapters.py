@@ -26,11 +26,10 @@ from fedleak.attacks import AttackSetting, certificate
 from fedleak.attacks.imprinted.answer import answered, not_served
 from fedleak.attacks.imprinted.checksum import Text
 from fedleak.attacks.listening import listening
-from fedleak.attacks.matching.batch_structure import frame
 from fedleak.attacks.reconstruction import Reconstruction
 from fedleak.attacks.server_modes.adapter_imprint import AdapterImprint, adapters
 from fedleak.attacks.subspace.span import ACCEPT, Span
-from fedleak.models import LanguageModel, pad
+from fedleak.models import LanguageModel, frame, pad
 from fedleak.models.family import lora_a, lora_b
 from fedleak.training.observation import Observation
 

@@ -24,10 +24,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedleak.attacks.analytic.facts import used_rows
-from fedleak.attacks.matching.batch_structure import frame
 from fedleak.attacks.server_modes.imprint import Planted
 from fedleak.attacks.server_modes.sectors import Sectors, Stream
-from fedleak.models import LanguageModel
+from fedleak.models import LanguageModel, frame
 from fedleak.models.family import TokenTable
 from fedleak.training.observation import Observation
 

@@ -19,7 +19,7 @@ from fedleak.attacks.certificate import as_gradient
 from fedleak.attacks.reconstruction import Ids
 from fedleak.attacks.subspace.span import row_space
 from fedleak.attacks.subspace.token_bag import read_token_bag
-from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel
+from fedleak.models import CAUSAL_LM, CLASSIFICATION, Frame, LanguageModel, frame
 from fedleak.training.observation import Observation
 
 _LONGEST_TRIED = 24
@@ -57,13 +57,6 @@ class Shape:
     begin: tuple[Ids, ...] = ()
 
 
-class Frame(NamedTuple):
-    """The special tokens that begin and end every sequence."""
-
-    first: Ids
-    last: Ids
-
-
 class Shapes(NamedTuple):
     """The shapes that a batch may have.
 
@@ -74,14 +67,6 @@ class Shapes(NamedTuple):
 
     each: list[Shape]
     lengths_known: bool
-
-
-def frame(model: LanguageModel) -> Frame:
-    """Returns the special tokens around every text."""
-    (ids,) = model.encode(["a"])
-    special = model.special_ids()
-    content = [place for place, token in enumerate(ids) if token not in special]
-    return Frame(tuple(ids[: content[0]]), tuple(ids[content[-1] + 1 :]))
 
 
 def shapes(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedleak.attacks.matching.batch_structure import Rows, Shape, frame, rows_of
+from fedleak.attacks.matching.batch_structure import Rows, Shape, rows_of
 from fedleak.attacks.matching.factored_gradients import (
     BatchGradients,
     class_logit_grad,
@@ -35,7 +35,7 @@ from fedleak.attacks.matching.gradient_distance import (
 )
 from fedleak.attacks.matching.parametrization import FreeEmbeddings, Guess, Space, TokenMixtures
 from fedleak.attacks.matching.victims import Victim
-from fedleak.models import LanguageModel
+from fedleak.models import LanguageModel, frame
 from fedleak.models.prior import Prior
 from fedleak.training.observation import Observation
 

@@ -31,14 +31,13 @@ import torch
 from torch import Tensor
 
 from fedleak.attacks.clock import Clock
-from fedleak.attacks.matching.batch_structure import frame
 from fedleak.attacks.measured_gradient import MeasuredGradient
 from fedleak.attacks.reconstruction import Ids
 from fedleak.attacks.subspace.answer import Judged, OnJudged
 from fedleak.attacks.subspace.own_shares import OwnShares
 from fedleak.attacks.subspace.sparse_bayes import Bag
 from fedleak.attacks.subspace.text_shares import Checked, Shares
-from fedleak.models import LanguageModel
+from fedleak.models import LanguageModel, frame
 
 _CELLS = 8192
 """Places times tokens, at most: the table takes memory by their square."""

@@ -4,14 +4,16 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from typing import Annotated
 
-from pydantic import BaseModel, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from fedleak import defenses
 from fedleak.audit.gaps import Gaps
 from fedleak.config.experiment import Experiment
 from fedleak.config.federation.lookup import client_sizes, dropped_out
 from fedleak.config.federation.schedule import clients_of_round, key_of_sum
+from fedleak.config.tables import MOST_EXAMPLES
 from fedleak.store.records import DefenseFigures, DefenseRow, Guarantee, LedgerRow
 from fedleak.store.run import Key, Run
 from fedleak.training.privacy import accounting
@@ -44,7 +46,7 @@ class ClientNote(BaseModel):
     defenses: list[DefenseFigures]
     training: dict[str, float | None]
     events: list[Event]
-    records: int = 0
+    records: Annotated[int, Field(ge=0, le=2 * MOST_EXAMPLES)] = 0
     drawn: list[list[int]] = []
 
     @model_validator(mode="after")

@@ -17,7 +17,7 @@ from fedleak.attacks.auto.budget import Pace, Reserve
 from fedleak.attacks.auto.chance import placebo
 from fedleak.attacks.certificate import Member
 from fedleak.attacks.clock import Clock
-from fedleak.attacks.matching.batch_structure import NO_CLUES, Clues, frame
+from fedleak.attacks.matching.batch_structure import NO_CLUES, Clues
 from fedleak.attacks.matching.lamp import Lamp
 from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.attacks.subspace.answer import Reading
@@ -26,7 +26,7 @@ from fedleak.defenses.gaussian_noise import GaussianNoise
 from fedleak.defenses.mask import Mask
 from fedleak.defenses.quantize import Quantize
 from fedleak.defenses.sign import Sign
-from fedleak.models import CAUSAL_LM
+from fedleak.models import CAUSAL_LM, frame
 from fedleak.models.lora import Lora, adapt_
 from fedleak.training.observation import UpdateKind
 from fedleak.training.recipe import Recipe

@@ -11,12 +11,11 @@ from fedleak.attacks.auto.maximum_likelihood import MaximumLikelihood
 from fedleak.attacks.auto.peeling import gradient_of
 from fedleak.attacks.certificate import as_gradient
 from fedleak.attacks.clock import Clock
-from fedleak.attacks.matching.batch_structure import frame
 from fedleak.attacks.reconstruction import Status
 from fedleak.attacks.subspace.pooled_span import PooledSpan
 from fedleak.defenses.gaussian_noise import GaussianNoise
 from fedleak.defenses.quantize import Quantize
-from fedleak.models import CLASSIFICATION
+from fedleak.models import CLASSIFICATION, frame
 from fedleak.util.rng import stream
 
 TEXTS = ["he pays for all of his old friends", "the doctor saw a green house"]

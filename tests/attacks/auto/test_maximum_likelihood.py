@@ -26,7 +26,6 @@ from fedleak.attacks.auto.maximum_likelihood import (
 )
 from fedleak.attacks.auto.peeling import gradient_of
 from fedleak.attacks.clock import Clock
-from fedleak.attacks.matching.batch_structure import frame
 from fedleak.attacks.reconstruction import Status
 from fedleak.attacks.subspace.coarseness import coarseness
 from fedleak.defenses.gaussian_noise import GaussianNoise
@@ -34,7 +33,7 @@ from fedleak.defenses.mask import Mask
 from fedleak.defenses.prune import Prune
 from fedleak.defenses.quantize import Quantize
 from fedleak.defenses.sign import Sign
-from fedleak.models import CAUSAL_LM, CLASSIFICATION
+from fedleak.models import CAUSAL_LM, CLASSIFICATION, frame
 from fedleak.util.rng import stream
 
 TEXT = "he pays for all of his old friends"
