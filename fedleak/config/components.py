@@ -135,6 +135,16 @@ def build_attack(index: int, table: dict[str, Any]) -> NamedAttack:
     return NamedAttack(name, attack, ThreatModel(attack.uses & QUESTIONS))
 
 
+def reading_planted(server: object) -> list[str]:
+    """Returns the kind of the attack that reads what a server plants, which has its mode's name.
+
+    Args:
+        server: The table `[server]`, as it was read; an attack of no mode reads none.
+    """
+    mode = server.get("mode") if isinstance(server, dict) else None
+    return [mode] if isinstance(mode, str) and mode in attacks.kinds() else []
+
+
 def listed_as(name: str) -> str:
     """Returns the name in the experiment of the attack whose rows carry a name.
 

@@ -58,7 +58,8 @@ class Experiment(tables.Table):
     """`[[attack]]`: what the attacker does with each update, besides what is on in every run.
 
     Left out: the strongest that the setting admits, and `membership` too where clients step with
-    Adam or AdamW, after which little can be read; `attack = []`: nothing more.
+    Adam or AdamW, after several steps of which few texts can be read, and the attack that reads
+    what a malicious server planted, which `auto` does not ask; `attack = []`: nothing more.
     """
     privacy: tables.PrivacyTable = tables.PrivacyTable()
     """How the privacy ledger counts."""
@@ -87,8 +88,9 @@ class Experiment(tables.Table):
         filled = merged(PRESETS.get(str(table.get("preset")), {}), table)
         client = filled.get("client")
         adaptive = isinstance(client, dict) and client.get("optimiser") in ("adam", "adamw")
-        if adaptive and "attack" not in filled:
-            filled["attack"] = [{"kind": "auto"}, {"kind": "membership"}]
+        suited = ["membership"] * adaptive + components.reading_planted(filled.get("server"))
+        if suited and "attack" not in filled:
+            filled["attack"] = [{"kind": kind} for kind in ("auto", *suited)]
         return filled
 
     def __hash__(self) -> int:

@@ -403,6 +403,22 @@ def test_a_preset_on_the_command_line_needs_no_file(preset):
     assert "membership" in {named.name for named in experiment.attacks}
 
 
+@pytest.mark.parametrize(
+    ("server", "suited"),
+    [
+        ({"mode": "imprint"}, ["imprint"]),
+        ({"mode": "decepticons"}, ["decepticons"]),
+        ({"mode": "inconsistent"}, []),
+        ({}, []),
+    ],
+)
+def test_what_a_server_plants_is_read_unless_the_file_names_attacks(server, suited):
+    left_out = parse(GOOD | {"server": server})
+    assert [table["kind"] for table in left_out.attack] == ["auto", *suited]
+    named = parse(GOOD | {"server": server, "attack": [{"kind": "dlg"}]})
+    assert [table["kind"] for table in named.attack] == ["dlg"]
+
+
 def test_experiments_without_a_client_table_are_what_they_were():
     experiment = parse(table_of())
     assert experiment.local_training.recipe == Recipe()

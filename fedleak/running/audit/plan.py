@@ -11,7 +11,7 @@ from typing import Any
 
 from fedleak.attacks.clock import now
 from fedleak.audit.positive_control import COPIES, is_undefended
-from fedleak.config import checks
+from fedleak.config import checks, components
 from fedleak.config.components import listed_as
 from fedleak.config.experiment import Experiment
 from fedleak.config.federation.schedule import expected_captures
@@ -120,7 +120,8 @@ def to_audit(
 ) -> tuple[Experiment, list[str]]:
     """Returns an experiment with what every audit has, and a sentence for each part it cannot have.
 
-    Every audit has the attacks `auto` and `membership`, and canaries if clients add noise.
+    Every audit has the attacks `auto`, `membership` and the one that reads what a malicious server
+    planted, and canaries if clients add noise.
 
     Args:
         experiment: As its file says.
@@ -130,7 +131,8 @@ def to_audit(
     """
     left_out: list[str] = []
     kinds = {named.attack.kind for named in experiment.attacks}
-    wanted = [kind for kind in ("auto", "membership") if kind not in kinds]
+    every = ("auto", "membership", *components.reading_planted(experiment.server))
+    wanted = [kind for kind in every if kind not in kinds]
     if not batches and "membership" in wanted:
         wanted.remove("membership")
         left_out.append(
