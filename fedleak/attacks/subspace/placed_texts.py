@@ -39,8 +39,11 @@ from fedleak.attacks.subspace.sparse_bayes import Bag
 from fedleak.attacks.subspace.text_shares import Checked, Shares
 from fedleak.models import LanguageModel, frame
 
-_CELLS = 8192
-"""Places times tokens, at most: the table takes memory by their square."""
+_CELLS = 3072
+"""Places times tokens, at most: so many take two seconds, and the time grows by their square."""
+
+_KNOWN = 8192
+"""Texts whose shares are kept: climbs meet many of them again."""
 
 _FEW = 6
 """Tokens that are tried at a place, the likeliest."""
@@ -141,7 +144,8 @@ class _Search:
         cells = len(self._place_PO) * len(self._tokens)
         if len(self._place_PO) <= len(first) + len(last) or not self._words or cells > _CELLS:
             return None
-        self._learn()
+        if not self._table_PN.numel():
+            self._learn()
         best, vain = self._mended(self._climbed(self._try([self._drawn()])[0], clock), clock), 0
         while not best.checked.agrees and vain < _KICKS and not clock.up():
             (kicked,) = self._try([self._kicked(best)])
@@ -153,6 +157,7 @@ class _Search:
         part_PO = best.checked.factor * best.share_MO[: len(self._place_PO)]
         self._place_PO = self._place_PO - part_PO
         self._shares, self._known = self._shares.without(best.checked), {}
+        self._table_PN = self._table_PN[:0]
         return Judged(self._ids(best.draft), -best.checked.nats, math.inf)
 
     def _learn(self) -> None:
@@ -253,6 +258,8 @@ class _Search:
             for draft in drafts
             if any((self._ids(draft), label) not in self._known for label in labels)
         ]
+        if len(self._known) > _KNOWN:
+            self._known, new = {}, [*drafts]
         if new:
             texts = [self._ids(draft) for draft in new]
             for label, share_BMO in zip(labels, self._own.of_classes(texts, labels), strict=True):
