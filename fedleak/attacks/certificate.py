@@ -58,6 +58,9 @@ _WORDS_AT_ONCE = 256
 _ZEROS = 0.02
 """Share of zeros in used rows, above which these zeros are numbers that did not come."""
 
+_TELLS = 2.0
+"""A text's part of an update tells which text it is if it is this many times its precision."""
+
 _SMALL = 1e-3
 """A tensor below this fraction of the update's norm counts as this large: some are zero."""
 
@@ -568,7 +571,7 @@ def verify(
     repeats = multiplicities(model, members, seen.update.num_examples)
     by_ids = dict(zip((member.ids for member in members), repeats, strict=True))
     known = members[0].counts is not None
-    if known and sum(repeats) != seen.update.num_examples:
+    if sum(repeats) != seen.update.num_examples or not all(repeats):
         return Verdict(by_ids, None, False)
     relative = difference(model, members, repeats, seen, clock)
     if relative is None:
@@ -581,9 +584,50 @@ def verify(
     # So does a batch with a text that has no target, which says nothing.
     doubled |= bool(model.response_template) and max(repeats) > 1
     if apart < precision(seen) and not alike and not doubled:
-        return Verdict(by_ids, apart, True, scale)
+        verified = _each_tells(model, members, repeats, seen, scale, clock)
+        return Verdict(by_ids, apart, verified, scale if verified else 1.0)
     whole = known or abs(sum(member.weight for member in members) - 1) <= WHOLE
     return Verdict(by_ids, apart if whole else None, False)
+
+
+def _each_tells(
+    model: LanguageModel,
+    members: Sequence[Member],
+    repeats: Sequence[int],
+    seen: Observation,
+    scale: float,
+    clock: Clock,
+) -> bool:
+    """Whether each text of a batch has a part of the update that its precision does not hide.
+
+    A text of which the model is sure has nearly no gradient: any other such text could stand there.
+    """
+    if len(members) == 1:
+        return True
+    observed = as_gradient(seen)
+    norms = {name: float(value.norm()) for name, value in observed.items()}
+    smallest = _SMALL * math.hypot(*norms.values())
+    counts = target_counts(model, [close(model, member.ids) for member in members])
+    total = sum(count * times for count, times in zip(counts, repeats, strict=True))
+    # Most texts show in the last parameters, whose gradients cost little more than a pass forward.
+    last = _last_parameters(model, observed, 1)
+
+    def shows(ids: Ids, label: int, share: float, names: Sequence[str]) -> bool:
+        part = mean_gradient(model, [(close(model, ids), label)], names, clock)
+        sizes = (max(norms[name], smallest) for name in names)
+        return part is not None and any(
+            share * float(gradient.norm()) > _TELLS * precision(seen) * size
+            for gradient, size in zip(part, sizes, strict=True)
+        )
+
+    for member, times, count in zip(members, repeats, counts, strict=True):
+        for label, occurs in enumerate(member.counts or (times,)):
+            share = scale * occurs * count / total
+            if occurs and not any(
+                shows(member.ids, label, share, names) for names in (last, [*observed])
+            ):
+                return False
+    return True
 
 
 def proves(
@@ -680,6 +724,7 @@ def nearest_words(model: LanguageModel, ids: Sequence[int]) -> tuple[Tensor, Ten
     parts = []
     for ids_M in torch.split(torch.tensor(ids, device=table_VD.device), _WORDS_AT_ONCE):
         apart_MV = torch.cdist(words_VD[ids_M], words_VD) / words_VD[ids_M].norm(dim=1)[:, None]
+        apart_MV.nan_to_num_(nan=0.0, posinf=math.inf)  # of a word without an embedding
         apart_MV[:, special] = math.inf
         apart_MV[torch.arange(len(ids_M)), ids_M] = math.inf
         parts.append(apart_MV.min(1))

@@ -344,6 +344,28 @@ def test_only_the_right_batch_of_next_token_training_is_verified(small, observe,
         assert not certificate.verify(model, spoil(right), truth.seen).verified, spoil.__name__
 
 
+def test_a_text_that_the_model_is_sure_of_proves_no_batch(small, observe, texts):
+    """It has nearly no gradient, so another such text could stand in its place."""
+    model = small("bert", num_labels=2)
+    head = model.module.classifier
+    pooled = []
+    hook = head.register_forward_pre_hook(lambda _, given: pooled.append(given[0]))
+    observe(model, texts[:2], [0, 1])
+    hook.remove()
+    unsure, sure = pooled[0].detach().double().unbind()
+    axis = sure - (sure @ unsure) / (unsure @ unsure) * unsure
+    with torch.no_grad():
+        head.weight.zero_()[1] = (14 * axis / (axis @ sure)).float()
+        head.bias.zero_()
+    truth = observe(model, texts[:2], [0, 1])
+    assert not certificate.judge(model, truth.sequences, truth.seen).verified
+    assert not certificate.proves(model, truth.sequences, truth.seen)
+    with torch.no_grad():
+        head.weight.mul_(0.2)
+    truth = observe(model, texts[:2], [0, 1])
+    assert certificate.judge(model, truth.sequences, truth.seen).verified
+
+
 @pytest.mark.parametrize(("family", "task"), [*KINDS, ("gpt2", CAUSAL_LM), ("llama", CAUSAL_LM)])
 def test_a_claim_of_a_proof_stands_on_the_tokens_of_the_whole_batch_alone(
     small, observe, family, task

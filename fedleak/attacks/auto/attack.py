@@ -344,10 +344,11 @@ class _Attempt:
         seen, model = self._seen, self._model
         batch = reading.sequences[: seen.update.num_examples]
         able = self._replaying > 0 and self.rest is self.whole and replay.obstacle(seen) is None
-        if reading.answer.verified or not able:
+        if reading.answer.verified or not able or self._clock.up():
             return reading
         begun = timing.now()
-        made = replay.replay(model, batch, seen, self._replaying, strict=True)
+        seconds = min(self._replaying, self._clock.left())
+        made = replay.replay(model, batch, seen, seconds, strict=True)
         self._replaying -= timing.now() - begun
         if made is None or not made.verified:
             return reading

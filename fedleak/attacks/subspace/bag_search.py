@@ -153,6 +153,8 @@ def texts_of_bag(
         before = -1
         while before < len(texts) < wanted and not clock.up():
             before = len(texts)
+            if not search.standing:  # a text that occurs again may have taken all
+                return texts
             search.begin(seed, clock)
             texts += search.texts(width, wanted - before, clock)
             if before < len(texts) < wanted and not bag.noise:
@@ -172,7 +174,7 @@ class _Search:
         self._first, (self._end,) = first_tokens(model), certificate.close(model, ())
         self._own = OwnShares(model, gradient, bag)
         self._shares = Shares.of(bag, self._own.size_O)
-        came = [n for n in range(1, model.num_layers) if adapters_of(model, gradient, n)]
+        came = [n for n in range(1, model.num_layers) if _shows_inputs(model, gradient, n)]
         numbers = [*came[:_NEAR], *came[_NEAR::_FAR]]
         self._rows = [layer_rows(model, gradient, number) for number in numbers]
         self._last = max(came[:_NEAR], default=0)
@@ -180,6 +182,11 @@ class _Search:
         self._blocks = list[StateBlocks]()
         self._usual_N = bag.share_NO.new_zeros(0)
         self._ended = list[Checked]()
+
+    @property
+    def standing(self) -> bool:
+        """Whether some tokens may stand in other texts than those that were read."""
+        return bool(self._shares.standing.any())
 
     def begin(self, seed: int, clock: Clock) -> None:
         """Learns what states say in as many layers as time allows, behind prefixes of a seed."""
@@ -501,3 +508,9 @@ class _Search:
         logits_BV = logits(self._model, hidden_BD)
         logits_BV[:, [token for token in unsaid(self._model) if token != self._end]] = -math.inf
         return logits_BV.log_softmax(-1)
+
+
+def _shows_inputs(model: LanguageModel, gradient: MeasuredGradient, layer: int) -> bool:
+    """Whether rows of a layer are mixes of its inputs: some first matrix of its adapters came."""
+    names = adapters_of(model, gradient, layer)
+    return bool(names) and names[0].endswith(LORA_A)

@@ -209,6 +209,13 @@ def _by_rows(
         alone = texts_of_places(model, gradient, bag, clock, tell)
     texts, reason = (alone, _ALONE) if alone else (texts, reason)
     verdict = certificate.judge(model, [text.ids for text in texts], seen, clock)
+    if verdict.verified:  # also a text that occurs again, or begins another, and was read once
+        judged = {text.ids: text for text in texts}
+        texts = [
+            replace(judged.get(ids, texts[0]), ids=ids)
+            for ids, times in verdict.repeats.items()
+            for _ in range(times)
+        ]
     diagnostics: dict[str, Any] = clock.late() | share.late()
     if bag is not None:
         diagnostics |= {"rows": bag.token_NO.shape[1], "noise": bag.noise}

@@ -78,7 +78,7 @@ class WeightedSpan:
         """Returns [N]: the residual of each vector, of length 1, in units of its noise."""
         noise_N, excess_N = self._estimated(x_ND)
         near_M = (excess_N < _FAR).nonzero()[:, 0]
-        for some_M in torch.split(near_M, max(1, _NUMBERS // self.axis_RD.numel())):
+        for some_M in torch.split(near_M, max(1, _NUMBERS // max(1, self.axis_RD.numel()))):
             excess_N[some_M] = self._near(x_ND[some_M], noise_N[some_M])
         return excess_N
 

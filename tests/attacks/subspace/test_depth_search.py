@@ -86,11 +86,8 @@ def test_an_encoders_tokens_are_more_than_its_adapters_have_rows(adapted, sent, 
     answer = Dager()(seen, model, rng=stream(0, "attack"))
     assert answer.diagnostics["rows"] == 4 < len(own[0])
     assert set(answer.tokens) == {token for ids in own for token in ids}
-    if count > 1:  # The order is not known.
-        assert answer.sequences is None
-    else:
-        assert list(answer.sequences) == own
-        assert replay.replay(model, answer.sequences, seen).verified
+    assert sorted(answer.sequences) == sorted(own)
+    assert replay.replay(model, answer.sequences, seen).verified
 
 
 @pytest.mark.parametrize(("family", "rows"), [("llama", 4), ("gpt2", 2)])
@@ -138,12 +135,10 @@ def test_sums_of_gradients_show_as_much_as_a_step_of_adam(adapted, observe, coun
     observed = observe(model, TEXTS[:count], **how)
     answer = Dager()(observed.seen, model, rng=stream(0, "attack"))
     assert set(answer.tokens) == {token for ids in observed.sequences for token in ids}
-    if count == 1:
-        assert list(answer.sequences) == observed.sequences
-        assert answer.verified
-    else:
-        assert answer.sequences is None
-        assert not answer.verified
+    one_gradient = how["kind"] == UpdateKind.GRADIENT
+    assert {*answer.sequences} <= {*map(tuple, observed.sequences)}
+    assert len(answer.sequences) == count or not one_gradient
+    assert answer.verified == one_gradient
 
 
 def test_a_decoders_gradient_shows_more_tokens_than_rows(adapted, observe):

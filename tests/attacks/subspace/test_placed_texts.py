@@ -64,6 +64,13 @@ def test_dager_proves_a_batch_of_more_tokens_than_rows(read):
     assert Counter(answer.sequences) == Counter(map(tuple, observed.sequences))
 
 
+def test_a_text_that_occurs_twice_is_proved_twice(read):
+    model, observed, _, _ = read(texts=[TEXTS[0], TEXTS[0]], labels=(0, 0))
+    answer = Dager()(observed.seen, model, rng=stream(0, "dager"))
+    assert answer.verified
+    assert [*answer.sequences] == [*map(tuple, observed.sequences)]
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
 def test_own_shares_are_those_of_the_batch(read, family):
