@@ -12,7 +12,8 @@ The two may differ by one positive factor on the whole update, the scale. Clippi
 place of the mean, accumulation without division, loss scaling and an unknown learning rate multiply
 all numbers alike. So a proof covers the update's direction, which is one number less than the
 update. A scale other than 1 hides one thing: a batch in which every text occurs equally often, and
-more than once, pulls like the batch in which each occurs once. Such a batch is not proved.
+more than once, pulls like the batch in which each occurs once. Such a batch is not proved. Nor is a
+batch with a text of which the model is sure, because that text has nearly no gradient.
 
 A mask, or pruning, sends some numbers of a row as they were, and zeros in place of the others; a
 change of large weights is rounded to zero here and there. Then the numbers that came are compared,

@@ -734,6 +734,27 @@ def test_few_numbers_prove_no_text(small, observe):
     assert not certificate.proves(model, truth.sequences, seen)
 
 
+def test_a_word_without_an_embedding_hides_no_twins(small):
+    model = small("bert", CLASSIFICATION)
+    table = model.module.get_parameter(model.family.word_embedding)
+    with torch.no_grad():
+        table[300] = table[301]
+        table[100:102] = 0
+    ids, apart = certificate.nearest_words(model, [300, 100, 50])
+    assert (ids[0], apart[0], apart[1]) == (301, 0, 0)
+    assert 0 < apart[2] < torch.inf
+
+
+@pytest.mark.parametrize(("texts", "count"), [(TEXTS, 1), (TEXTS[:2], 3)])
+def test_a_batch_of_another_size_than_was_told_is_not_proved(small, observe, texts, count):
+    model = small("llama", CAUSAL_LM)
+    truth = observe(model, [text[:14] for text in texts])
+    seen = replace(truth.seen, update=replace(truth.seen.update, num_examples=count))
+    inputs = [certificate.opened(model, ids) for ids in truth.sequences]
+    assert certificate.judge(model, inputs, truth.seen).verified
+    assert not certificate.judge(model, inputs, seen).verified
+
+
 def test_a_word_of_which_no_row_came_may_have_a_twin(small, observe):
     model = small("bert", CLASSIFICATION)
     truth = observe(model, ["the cat sat on the mat", "a dog ran after it"], [0, 1])

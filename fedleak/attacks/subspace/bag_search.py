@@ -245,11 +245,9 @@ class _Search:
         left = self._gradient
         names = [name for name in left.update.tensors if name.endswith((LORA_A, LORA_B))]
         for text in self._ended:
-            (share_NO,) = self._own.of_closed([text.ids])
-            factor = float((text.part_NO * share_NO).sum() / share_NO.square().sum())
             (unit,) = certificate.units(self._model, [text.ids[:-1]], names)
             (gradients,) = unit.gradients
-            left = left.without({name: factor * value for name, value in gradients.items()})
+            left = left.without({name: text.factor * value for name, value in gradients.items()})
         return left
 
     def _taken(self, closed: Mapping[Ids, Tensor], most: int) -> list[Judged]:

@@ -44,9 +44,8 @@ class OwnShares:
 
     def of_closed(self, texts: Sequence[Ids]) -> Tensor:
         """Returns the shares [B, N, O] of all tokens for the summed loss of closed texts."""
-        size = max(1, _AT_ONCE // max(map(len, texts)))
-        some = (self.gradients(texts[i : i + size]) for i in range(0, len(texts), size))
-        return self._shares(torch.cat([*some]))[:, -len(self._bag.tokens_N) :]
+        gradients = [self.gradients(some) for some in _parts(texts)]
+        return self._shares(torch.cat(gradients))[:, -len(self._bag.tokens_N) :]
 
     def gradients(self, texts: Sequence[Ids]) -> Tensor:
         """Returns the adapters' gradients [B, O, D] of closed texts, each in units of its row's."""
@@ -63,6 +62,9 @@ class OwnShares:
 
     def of_classes(self, texts: Sequence[Ids], labels: Sequence[int]) -> Tensor:
         """Returns the shares [C, B, M, O] of all directions in texts of each of some classes."""
+        return torch.cat([self._of_classes(some, labels) for some in _parts(texts)], 1)
+
+    def _of_classes(self, texts: Sequence[Ids], labels: Sequence[int]) -> Tensor:
         ids_BT, mask_BT = pad(texts, self._model.tokenizer.pad_token_id, self._model.device)
         slopes = list[Tensor]()
         with listening(self._adapters) as heard, torch.enable_grad():
@@ -85,3 +87,9 @@ class OwnShares:
     def _shares(self, gradient_BOD: Tensor) -> Tensor:
         shares_BMO: Tensor = (gradient_BOD @ self._apart_DM).mT / self.size_O
         return shares_BMO
+
+
+def _parts(texts: Sequence[Ids]) -> list[Sequence[Ids]]:
+    """Returns the texts, as many at once as their tokens allow."""
+    size = max(1, _AT_ONCE // max(map(len, texts)))
+    return [texts[start : start + size] for start in range(0, len(texts), size)]

@@ -276,6 +276,17 @@ def test_no_time_gives_no_text(read):
     assert search.texts(4, 1, UNLIMITED) == []
 
 
+@torch.no_grad()
+def test_layers_of_which_no_first_matrix_came_are_left_out(read):
+    model, _, gradient, bag = read(rank=8)
+    layers = len(_Search(model, gradient, bag)._rows)
+    for name, value in gradient.update.tensors.items():
+        if ".2." in name and "lora_A" in name:
+            value.zero_()
+    assert len(_Search(model, gradient, bag)._rows) == layers - 1
+    texts_of_bag(model, gradient, bag, Clock(1.0), unheard)
+
+
 def among(search, shares, *texts):
     """Returns which texts are read by their tokens' shares."""
     closed = dict(zip(texts, search._own.of_closed(texts), strict=True))

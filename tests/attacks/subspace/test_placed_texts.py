@@ -140,6 +140,38 @@ def test_a_draft_is_tried_for_each_class_and_not_twice(read, monkeypatch):
 
 
 @torch.no_grad()
+def test_a_climb_finds_the_length_and_keeps_to_a_class(read, monkeypatch):
+    model, observed, gradient, bag = read()
+    search, heard, of_classes = _Search(model, gradient, bag), [], OwnShares.of_classes
+    search._learn()
+    ids = observed.sequences[1]
+    short = _Draft((*ids, *[ids[1]] * (len(search._place_PO) - len(ids))), len(ids) - 1)
+    (tried,) = search._try([short])
+
+    def listening(own, texts, labels):
+        heard.append([*labels])
+        return of_classes(own, texts, labels)
+
+    monkeypatch.setattr(OwnShares, "of_classes", listening)
+    climbed = search._climbed(tried, UNLIMITED)
+    assert search._ids(climbed.draft) == tuple(ids)
+    assert climbed.label == 2
+    assert heard[0] == [0, 1, 2]
+    search._known.clear()
+    heard.clear()
+    search._climbed(climbed, UNLIMITED)
+    assert {*map(tuple, heard)} == {(0, 1, 2)}  # nothing is better, so one look is enough
+    heard.clear()
+    worse = climbed.draft._replace(tokens=(*ids[:2], *climbed.draft.tokens[1:2], *ids[3:]))
+    (tried,) = search._try([worse._replace(tokens=worse.tokens[: len(search._place_PO)])])
+    search._known.clear()
+    heard.clear()
+    search._climbed(tried, UNLIMITED)
+    assert [2] in heard
+    assert [0] not in heard
+
+
+@torch.no_grad()
 def test_a_near_text_is_mended_by_tokens_that_the_table_does_not_have(read):
     model, observed, gradient, bag = read(texts=["she told us that the doctor called", TEXTS[1]])
     search = _Search(model, gradient, bag)
