@@ -228,6 +228,15 @@ def _refuse_others(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> 
         raise ValueError(f"the weights are of another model: {different[:3]} differ")
 
 
+def has_dropout(module: nn.Module) -> bool:
+    """Whether training with dropout sets any number inside a transformers model to zero."""
+    if any(isinstance(layer, nn.Dropout) and layer.p > 0 for layer in module.modules()):
+        return True
+    # Some families have no layer for the dropout of attention.
+    settings = getattr(module, "config").to_dict()
+    return any("drop" in name and value for name, value in settings.items())
+
+
 def batch_loss(
     model: LanguageModel, ids_BT: Tensor, mask_BT: Tensor, labels: Tensor | None
 ) -> Tensor:

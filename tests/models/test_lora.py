@@ -337,3 +337,24 @@ def test_dropout_of_adapters_is_on_where_that_of_the_model_is(texts):
 
     assert equal(update(False, 0.5), update(False, 0.0))
     assert not equal(update(True, 0.5), update(True, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "dropout"),
+    [
+        ("bert", {}, True),
+        ("gpt2", {}, True),
+        ("llama", {}, False),
+        ("llama", {"attention_dropout": 0.1}, True),
+    ],
+)
+def test_a_model_has_dropout_if_a_layer_or_its_config_has(small, family, options, dropout):
+    assert models.has_dropout(small(family, CAUSAL_LM, **options).module) == dropout
+
+
+def test_a_model_has_the_dropout_of_its_adapters():
+    has_dropout = [
+        models.has_dropout(loading.load(spec_of("llama-tiny", CAUSAL_LM, dropout=p)).module)
+        for p in (0.0, 0.1)
+    ]
+    assert has_dropout == [False, True]

@@ -31,6 +31,7 @@ from fedleak.running.dispatch import dispatcher
 from fedleak.running.workers.process import Job, work_together
 from fedleak.store.lines import Lines
 from fedleak.store.models import Models
+from fedleak.store.records import LEAKAGE
 from fedleak.store.run import Key, Run
 from fedleak.training.local import local_update_
 from fedleak.training.observation import Knowledge, UpdateKind
@@ -511,6 +512,12 @@ def test_the_attacks_know_a_model_with_adapters(tmp_path):
     assert looked[0].class_loss is expected.class_loss is models.CLASS_LOSSES["squared"]
     row = row_of(Dlg(steps=2), Knowledge(lengths=(8,)))
     assert (row.status, len(row.sequences[0])) == (Status.RECOVERED, 8)
+
+
+def test_dropout_of_a_model_that_has_none_hides_no_proof(tmp_path):
+    model = {"name": "builtin/llama-tiny", "task": CAUSAL_LM}
+    run = whole(tmp_path / "run", experiment_of(model=model, dropout=True, rounds=1))
+    assert [row.verified for row in run.rows(LEAKAGE) if row.attack == "dager"] == [True, True]
 
 
 def test_a_cast_is_captured_as_it_is_and_summed_in_float32(tmp_path):

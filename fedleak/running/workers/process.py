@@ -31,7 +31,7 @@ from fedleak import models
 from fedleak.attacks import OnProgress, Progress, settings
 from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.config.components import NamedAttack
-from fedleak.models import LanguageModel, ModelSpec, loading
+from fedleak.models import LanguageModel, ModelSpec, has_dropout, loading
 from fedleak.running.workers import attempt
 from fedleak.running.workers.answers import one_line
 from fedleak.running.workers.model_state import changed, state
@@ -365,7 +365,10 @@ def _look(job: Job, model: LanguageModel, device: str) -> Observation | Reconstr
         return Reconstruction.none(Status.ABSTAINED, reason)
     examples = update.num_examples if lengths is None else len(lengths)
     update = dataclasses.replace(update, tensors=tensors, num_examples=examples)
-    seen = Observation(**job.key._asdict(), update=update, knowledge=job.knowledge)
+    known = job.knowledge
+    if known.dropout and not has_dropout(model.module):  # so its gradients can be recomputed
+        known = dataclasses.replace(known, dropout=False)
+    seen = Observation(**job.key._asdict(), update=update, knowledge=known)
     return attempt.unfit(job.attack.attack, seen, model) or seen
 
 
