@@ -26,13 +26,12 @@ half precision are told from a step. Limits: one step; no decay within Adam's gr
 Shapes: X: any axes.
 """
 
-from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
+from fedleak.attacks import certificate
 from fedleak.attacks.measured_gradient import MeasuredGradient
 from fedleak.models import LanguageModel
 from fedleak.training.observation import Observation, UpdateKind
@@ -93,7 +92,7 @@ def behind_adam(seen: Observation, model: LanguageModel) -> BehindAdam | None:
     coupled = recipe.optimiser == "adam" and recipe.weight_decay
     if not one_step or coupled or recipe.precision == "bfloat16" or known.noise_scale:
         return None
-    if any(map(partial(_are_cast, update.tensors.values()), (torch.bfloat16, torch.float16))):
+    if certificate.were_cast(update.tensors.values()):
         return None
     gradients, off = {}, 0
     for name, step_X in update.tensors.items():
@@ -115,11 +114,6 @@ def behind_adam(seen: Observation, model: LanguageModel) -> BehindAdam | None:
         update=replace(update, kind=UpdateKind.GRADIENT, tensors=gradients),
         knowledge=replace(known, recipe=plain),
     )
-
-
-def _are_cast(steps: Iterable[Tensor], dtype: torch.dtype) -> bool:
-    """Whether steps were rounded to half precision on their way."""
-    return all(torch.equal(step_X.to(dtype).to(step_X.dtype), step_X) for step_X in steps)
 
 
 def _error(before_X: Tensor, rate: float) -> Tensor:

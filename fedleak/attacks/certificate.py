@@ -145,6 +145,15 @@ def lacks_numbers(tensors: Iterable[Tensor]) -> bool:
     return lacking > _ZEROS * total
 
 
+def were_cast(tensors: Iterable[Tensor]) -> bool:
+    """Whether all numbers were rounded to half precision on their way."""
+    tensors = [*tensors]
+    return any(
+        all(torch.equal(value_X.to(dtype).to(value_X.dtype), value_X) for value_X in tensors)
+        for dtype in (torch.bfloat16, torch.float16)
+    )
+
+
 def close(model: LanguageModel, ids: Sequence[int]) -> Ids:
     """Returns the sequence as the client trained on it: with its last target, if it has one."""
     end = () if model.task == CLASSIFICATION else (model.tokenizer.eos_token_id,)

@@ -73,9 +73,10 @@ ENSEMBLE: tuple[tuple[Single, str], ...] = (
 
 Of several texts of an encoder `keyspan` goes before `maximum_likelihood`, and `query_gradients`
 before both if a text is longer than a head is wide: neither is cheap there. Of decoders `dager`
-goes before `keyspan`, which is not cheap, but behind a mask and after a step of Adam, and
-`state_pursuit` before both after several steps of Adam, and where numbers were rounded; of adapters
-`dager` goes before `state_pursuit` after one step of Adam.
+goes before `keyspan`, which is not cheap, but behind a mask, after a step of Adam, and in half
+precision if the model is rotary. `state_pursuit` goes before both after several steps of Adam, and
+where only signs or few bits came, but for few bits of a rotary model; of adapters `dager` goes
+before it after one step of Adam.
 """
 
 _CHOOSING = 0.5
@@ -179,7 +180,7 @@ class Auto(OneByOne):
     """
 
     kind: ClassVar[str] = "auto"
-    version: ClassVar[int] = 39
+    version: ClassVar[int] = 40
     slow: ClassVar[bool] = True
     uses: ClassVar[frozenset[str]] = Lamp.uses | {"noise_scale"}
     seconds: Seconds = 120.0
@@ -278,6 +279,8 @@ class _Attempt:
                 late = (PositionMarginals, StatePursuit, Dager, Lamp)
                 if self._has_adapters():
                     late = (PositionMarginals, Dager, StatePursuit, Lamp)
+            elif self._is_rotary() and certificate.were_cast(seen.update.tensors.values()):
+                late = (Dager, StatePursuit, Lamp)  # `keyspan` reads more through half precision
             elif self._has_no_span():
                 late = (Dager, Keyspan, Lamp)
             able.sort(key=lambda attack: isinstance(attack, late) and 1 + late.index(type(attack)))
@@ -376,9 +379,9 @@ class _Attempt:
                 certificate.is_linear(replace(self.whole, knowledge=undropped))
                 and not self._has_adapters()
             )
-            rotary = self._model.family.position_embedding is None
             complete = certificate.is_linear(self.whole) and not self._lacks_numbers()
-            return not spans or (self.rest is self.whole and (rotary or complete))
+            more = self.rest is self.whole and (self._is_rotary() or complete)
+            return (not spans or more) and self._is_pursued_in_time()
         if isinstance(attack, MaximumLikelihood):
             # Where there is no noise the others prove what they read.
             known = certificate.is_linear(self.whole)
@@ -393,14 +396,20 @@ class _Attempt:
     def _has_no_span(self) -> bool:
         """Whether rows are not mixes of hidden states: signs, or rounded or missing numbers.
 
-        Missing ones count of rotary models alone: `state_pursuit` reads no others then.
+        Missing ones count of rotary models alone, of which `state_pursuit` reads more then, and
+        numbers of few bits of the others alone: `dager` reads more of rotary models.
         """
         seen, of_layers = self.whole, self._of_layers()
         if not seen.knowledge.adds_up:
             return True
-        if not of_layers or coarseness(seen, of_layers) is EXACT:
+        coarse = coarseness(seen, of_layers) if of_layers else EXACT
+        if coarse is EXACT:
             return False
-        return self._model.family.position_embedding is None or not self._lacks_numbers()
+        return not coarse.few_bits if self._is_rotary() else not self._lacks_numbers()
+
+    def _is_rotary(self) -> bool:
+        """Whether the model has no table of positions."""
+        return self._model.family.position_embedding is None
 
     def _of_layers(self) -> list[str]:
         """Returns the names of the tensors of layers."""
@@ -449,9 +458,20 @@ class _Attempt:
             of_spans = _BESIDE_MATCHING
         return replace(attack, seconds=of_spans * left)
 
+    def _is_pursued_in_time(self) -> bool:
+        """Whether `state_pursuit` can begin before what was read must be chosen from."""
+        if not self.findings.read:
+            return True  # an answer that is late is better than none
+        reserve = Reserve(self._pace, self.rest, self.findings.unproved(self._most))
+        late = reserve.pursuit > reserve.before_choice(self._clock)
+        self._clock.rang |= late
+        return not late
+
     def _is_matched_better(self) -> bool:
         """Whether gradient matching is likely to read more than `keyspan` does."""
-        unproved = self._model.family.causal and Dager.kind in self.findings.answers
+        # Of a rotary model matching reads few words.
+        causal = self._model.family.causal and not self._is_rotary()
+        unproved = causal and Dager.kind in self.findings.answers
         # Looked at last: it is measured.
         return unproved and Reserve(self._pace, self.rest, ()).matching <= self._clock.left()
 

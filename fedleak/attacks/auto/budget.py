@@ -48,6 +48,9 @@ _SWEEPS = 3
 _MATCHED = 1_000
 """Gradients of each text after which gradient matching has come near, whatever blurs the update."""
 
+_PURSUED = 2_500
+"""Gradients of tokens that what `state_pursuit` must know of the model takes as long as."""
+
 _CONTENT = 10
 """Tokens of a text, if its length is unknown."""
 
@@ -107,6 +110,11 @@ class Reserve:
     def matching(self) -> float:
         """Seconds in which gradient matching comes near."""
         return _MATCHED * self.gradient * len(self.lengths)
+
+    @property
+    def pursuit(self) -> float:
+        """Seconds before `state_pursuit` begins its search."""
+        return _PURSUED * self.pace.seconds[1]
 
     @property
     def mending(self) -> float:

@@ -42,11 +42,13 @@ class Coarseness:
         half_widths: A tensor that came -> how far each number may be from what it was.
         kept: Share of the numbers that came, under a mask.
         signs: Only signs came.
+        few_bits: Numbers were rounded to multiples of a step.
     """
 
     half_widths: Callable[[Tensor], Tensor]
     kept: float = 1.0
     signs: bool = False
+    few_bits: bool = False
 
     def bounds(self, value_X: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the bounds of what each number of a tensor was; its sign is unchanged."""
@@ -96,7 +98,8 @@ def coarseness(seen: Observation, names: Iterable[str]) -> Coarseness:
         step = min([float(levels_X[0]), *levels_X.diff().tolist()])
         most = round(float(levels_X[-1]) / step)
         return Coarseness(
-            lambda value_X: torch.full_like(value_X, float(value_X.abs().max()) / most / 2)
+            lambda value_X: torch.full_like(value_X, float(value_X.abs().max()) / most / 2),
+            few_bits=True,
         )
     if kept > 1 - _ZEROS or not len(kept_X):
         return EXACT

@@ -8,7 +8,7 @@ import torch
 from cases import some
 
 from fedleak import attacks
-from fedleak.attacks import AttackSetting, clock, replay
+from fedleak.attacks import AttackSetting, certificate, clock, replay
 from fedleak.attacks.analytic.query_gradients import QueryGradients
 from fedleak.attacks.auto import attack as auto
 from fedleak.attacks.auto import budget
@@ -22,6 +22,7 @@ from fedleak.attacks.matching.lamp import Lamp
 from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.attacks.subspace.answer import Reading
 from fedleak.attacks.subspace.state_pursuit import StatePursuit
+from fedleak.defenses.cast import Cast
 from fedleak.defenses.gaussian_noise import GaussianNoise
 from fedleak.defenses.mask import Mask
 from fedleak.defenses.quantize import Quantize
@@ -151,16 +152,48 @@ def test_where_rows_of_a_decoder_are_no_mixes_states_come_first_or_rows_are_comp
     plain = observe(model, 1).seen
     adam = replace(plain, knowledge=replace(plain.knowledge, recipe=Recipe(optimiser="adam")))
     rounded = replace(plain, update=Quantize(bits=8)(plain.update, rng=stream(0, "defense")))
+    cast = replace(plain, update=Cast(dtype="bfloat16")(plain.update, rng=stream(0, "defense")))
     masked = replace(plain, update=Mask(fraction=0.5)(plain.update, rng=stream(0, "defense")))
     recipe = {"recipe": Recipe(optimiser="adam"), "kind": UpdateKind.DELTA, "learning_rate": 1e-3}
     stepped = observe(model, 1, **recipe).seen
-    for seen in (plain, adam, rounded, masked, stepped):
+    for seen in (plain, rounded, adam, cast, masked, stepped):
         ask(Auto(), seen, model)
     kinds = [attack.kind for attack, _, _ in notes]
     pursued_last = ["dager", "keyspan", "state_pursuit", "lamp"]
     pursued_first = ["state_pursuit", "dager", "keyspan", "lamp"]
+    proved_first = ["keyspan", "dager", "state_pursuit", "lamp"]
     completed = ["keyspan", "state_pursuit", "dager", "lamp"]
-    assert kinds == [*pursued_last, *2 * pursued_first, *2 * completed]
+    assert kinds == [*2 * pursued_last, *pursued_first, *proved_first, *2 * completed]
+
+
+@pytest.mark.parametrize(("seconds_of_a_token", "in_time"), [(0.0, True), (1.0, False)])
+def test_an_attack_that_cannot_begin_in_time_makes_no_answer_late(
+    small, observe, notes_and_plants, monkeypatch, seconds_of_a_token, in_time
+):
+    model = small("llama", CAUSAL_LM)
+    truth = observe(model, 1)
+    notes, planted = notes_and_plants
+    planted |= dict.fromkeys(("keyspan", "state_pursuit", "lamp"), NOTHING)
+    monkeypatch.setattr(Pace, "seconds", (0.0, seconds_of_a_token))
+    for dager in (guess(*truth.sequences), NOTHING):
+        planted["dager"] = dager
+        notes.clear()
+        answer = ask(Auto(), noisy_of(truth, 1e-2, granted=False), model)
+        begun = any(attack.kind == "state_pursuit" for attack, _, _ in notes)
+        assert begun == (in_time or dager is NOTHING)
+        assert begun or answer.diagnostics["time_up"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_all_numbers_of_an_update_that_was_cast_are_of_half_precision(small, observe, dtype):
+    plain = observe(small("llama", CAUSAL_LM), 1).seen.update
+    cast = Cast(dtype=dtype)(plain, rng=stream(0, "defense"))
+    one_more = cast.tensors | {"more": plain.tensors[next(iter(plain.tensors))]}
+    were_cast = [
+        certificate.were_cast(tensors.values())
+        for tensors in (plain.tensors, cast.tensors, one_more)
+    ]
+    assert were_cast == [False, True, False]
 
 
 @pytest.mark.parametrize(
