@@ -233,8 +233,8 @@ def has_dropout(module: nn.Module) -> bool:
     if any(isinstance(layer, nn.Dropout) and layer.p > 0 for layer in module.modules()):
         return True
     # Some families have no layer for the dropout of attention.
-    settings = getattr(module, "config").to_dict()
-    return any("drop" in name and value for name, value in settings.items())
+    config: Any = module.config
+    return any("drop" in name and value for name, value in config.to_dict().items())
 
 
 def batch_loss(

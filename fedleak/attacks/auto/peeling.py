@@ -62,7 +62,9 @@ def occurrences(model: LanguageModel, members: Sequence[Member], batch_size: int
         return multiplicities(model, members, batch_size)
     # A weight is occurrences times targets over all targets; whoever has the least occurs once.
     weights = weights_per_target(model, members)
-    return [round(weight / min(weights)) for weight in weights]
+    repeats = [round(weight / min(weights)) for weight in weights]
+    # In a sum of clients a target of a client with few targets weighs more than another's.
+    return repeats if sum(repeats) <= batch_size else [1] * len(members)
 
 
 def _weights(member: Member, batch_size: int) -> list[tuple[int, float]]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fedleak.attacks.auto.peeling import peel
+from fedleak.attacks.auto.peeling import occurrences, peel
 from fedleak.attacks.certificate import Member
 from fedleak.models import CAUSAL_LM, CLASSIFICATION
 from fedleak.training.observation import UpdateKind
@@ -74,3 +74,20 @@ def test_nothing_is_left_of_a_batch_that_is_proved(small, observe):
     model = small("bert")
     truth = observe(model, TEXTS)
     assert peel(truth.seen, model, members_of(model, truth, [0, 1, 2])) is None
+
+
+@pytest.mark.parametrize(
+    ("shares", "batch_size", "times"),
+    [
+        ((1 / 2, 1 / 4, 1 / 4), 4, [2, 1, 1]),
+        ((1 / 2, 1 / 4, 1 / 4), 3, [1, 1, 1]),  # a sum: the first text is a client's only one
+    ],
+)
+def test_no_text_occurs_so_often_that_the_batch_has_no_room_for_others(
+    small, observe, shares, batch_size, times
+):
+    model = small("gpt2", CAUSAL_LM)
+    texts = [ids[:-1] for ids in observe(model, ["on it", "at it", "by it"]).sequences]
+    members = [Member(ids, share, None) for ids, share in zip(texts, shares, strict=True)]
+    assert len({len(ids) for ids in texts}) == 1
+    assert occurrences(model, members, batch_size) == times
