@@ -141,7 +141,7 @@ class StatePursuit(Reader):
     """
 
     kind: ClassVar[str] = "state_pursuit"
-    version: ClassVar[int] = 8
+    version: ClassVar[int] = 9
     slow: ClassVar[bool] = True
     uses: ClassVar[frozenset[str]] = frozenset()
     width: Annotated[int, Field(ge=1)] = 12

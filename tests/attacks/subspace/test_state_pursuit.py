@@ -734,12 +734,12 @@ def test_the_model_writes_as_if_it_read_all_again_for_each_token(small, family, 
     model = small(family, CAUSAL_LM)
     draws = []
 
-    def noted(probabilities, count, generator):
+    def noted(probabilities, rng):
         draws.append(probabilities)
-        return drawn(probabilities, count, generator=generator)
+        return drawn(probabilities, rng)
 
-    drawn = torch.multinomial
-    monkeypatch.setattr(torch, "multinomial", noted)
+    drawn = update_evidence._drawn
+    monkeypatch.setattr(update_evidence, "_drawn", noted)
     with torch.no_grad():
         texts_NT = update_evidence.own_texts(model, stream(0, "own"))
         begun = texts_NT.shape[1] - update_evidence.OWN_TOKENS
