@@ -197,6 +197,32 @@ def test_who_trained_is_known_from_captures_sums_private_batches_and_earlier_row
     assert list(epsilons(rows)) == [(1, 1), (2, 1), (3, 0)]
 
 
+def test_in_a_finished_run_who_handed_over_nothing_trained_too(run: Run) -> None:
+    notes = {Key(round, 0): note(EVENT) for round in (1, 3)} | {Key(1, 1): note(EVENT)}
+    run.update_info(status="finished", dropped_out={"3": [1]})
+    gaps = Gaps()
+    rows = ledger(run, experiment(), notes, gaps, [])
+    assert epsilons(rows) == {
+        (1, 0): spent(1),
+        (1, 1): spent(1),
+        (2, 0): "none",
+        (2, 1): "none",
+        (3, 0): "none",
+    }
+    assert "of 2 clients (0, 1) did" in gaps.missing[0]
+
+
+def test_clients_of_another_app_note_nothing_and_nothing_is_missing(run: Run) -> None:
+    tapped = {"optimiser": "sgd", "labels": 2, "clients": [[0, 1]], "messages": "0"}
+    changes = {"federation": {"clients": 2, "rounds": 1, "batch_size": 2}, "tapped": tapped}
+    captured(run, Key(1, EVERYONE))
+    run.update_info(status="finished")
+    gaps = Gaps()
+    rows = ledger(run, experiment(defense=[{"kind": "secure_sum"}], **changes), {}, gaps, [])
+    assert epsilons(rows) == {(1, 0): "none", (1, 1): "none"}
+    assert not gaps.missing
+
+
 def test_whom_the_guarantee_needs_to_be_trusted_is_noted(run: Run) -> None:
     gaps = Gaps()
     central = experiment(defense=[CENTRAL])

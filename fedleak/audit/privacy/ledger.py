@@ -67,10 +67,11 @@ def ledger(
     """Returns the rows of privacy.jsonl: what each client has spent by each of its rounds.
 
     It is composed anew from clients' notes on every round, so a run that was stopped and goes on
-    counts each round once. From the first round whose note is gone, a client keeps its earlier
-    rows; without earlier rows, nothing is guaranteed.
+    counts each round once. In a finished run every client trained in its rounds unless it dropped
+    out, whatever files of it are here. From the first round whose note is gone, a client keeps its
+    earlier rows; without earlier rows, nothing is guaranteed. Another app's clients note nothing.
     """
-    table = experiment.privacy
+    table, finished = experiment.privacy, run.info()["status"] == "finished"
     truths, captured = set(run.vault.all_keys()), set(run.captures.all_keys())
     earlier = grouped(before, lambda row: row.key)
     events: dict[int, list[Event]] = defaultdict(list)
@@ -83,7 +84,8 @@ def ledger(
         absent = dropped_out(run, round)
         for client in clients_of_round(experiment, round):
             key = Key(round, client)
-            trained = key in captured or (summed and client not in absent) or key in truths
+            took_part = (summed or finished) and client not in absent
+            trained = took_part or key in captured or key in truths
             if not (trained or key in notes or key in earlier):
                 continue
             note = notes.get(key)
@@ -107,7 +109,7 @@ def ledger(
     gaps.missing += _drawn_otherwise(notes)
     if experiment.aggregator is not None and experiment.aggregator.trust is not None:
         gaps.notes.append(experiment.aggregator.trust)
-    if lost:
+    if lost and experiment.tapped is None:
         clients = ", ".join(map(str, sorted(lost)))
         gaps.missing.append(
             f"what the defenses of {len(lost)} clients ({clients}) did is not all in "
