@@ -387,6 +387,18 @@ def test_the_gate_limits_alarms(limit, outcome, scored):
     assert check.sentence == f"detectors alarmed in 3 rounds of a client; limit {limit}"
 
 
+@pytest.mark.parametrize(("limit", "outcome"), [(2, Outcome.EXCEEDED), (3, Outcome.UNTOLD)])
+def test_alarms_of_a_client_whose_notes_are_not_here_are_not_told(limit, outcome, scored, tmp_path):
+    run = Run(shutil.copytree(scored.path, tmp_path / scored.path.name))
+    (run.path / "detected" / "r0003-c01.json").unlink()
+    (run.path / DETECTIONS.name).unlink()
+    verdict = judge(run, GateTable(alarms=limit))
+    (check,) = [check for check in verdict.checks if check.name == "alarms"]
+    assert check.outcome == outcome
+    lack = "of 1 of 12 rounds of a client no note of its detectors is here"
+    assert check.sentence.endswith(f"; {lack}") == (outcome == Outcome.UNTOLD)
+
+
 def test_notes_come_from_the_vault_of_a_node_and_wrong_ones_are_refused(scored, tmp_path):
     name = scored.path.name
     shutil.copytree(scored.path, tmp_path / "vault" / name)

@@ -10,6 +10,7 @@ from fedleak.audit.gate.check import Check, compared, untold
 from fedleak.audit.gate.evidence import Evidence
 from fedleak.audit.kept_texts import read_held_out
 from fedleak.audit.metrics.utility import evaluate
+from fedleak.config.federation.lookup import absent, dropped_out
 from fedleak.config.federation.schedule import updates
 from fedleak.config.tables import GateTable
 from fedleak.models import loading
@@ -73,7 +74,7 @@ def limit_checks(limits: GateTable, evidence: Evidence) -> list[Check]:
     if limits.canary is not None:
         checks.append(_bounded("canary", limits.canary, summary.canary))
     if limits.alarms is not None:
-        checks.append(_alarms(limits.alarms, summary))
+        checks.append(_alarms(limits.alarms, evidence))
     if useful := _named(limits, UTILITY):
         checks += _utility(useful, evidence)
     return checks
@@ -208,11 +209,23 @@ def _epsilon(limit: float, evidence: Evidence) -> Check:
     return compared("epsilon", sentence, holds=float(privacy.epsilon) <= limit)
 
 
-def _alarms(limit: int, summary: RunSummary) -> Check:
+def _alarms(limit: int, evidence: Evidence) -> Check:
     """Compares the rounds in which clients noticed something with their limit."""
-    if (detections := summary.detections) is None:
+    run, experiment = evidence.run, evidence.experiment
+    if (detections := evidence.summary.detections) is None:
         return untold("alarms", ["no client looked: the file has no [[detector]]"])
     sentence = f"detectors alarmed in {detections.alarms} rounds of a client; limit {limit}"
+    # A client that dropped out may not have looked; one that refused did.
+    looking = [
+        key
+        for key in updates(experiment)
+        if experiment.detectors_of(key.client)
+        and (key in absent(run) or key.client not in dropped_out(run, key.round))
+    ]
+    silent = len({*looking} - {row.key for row in evidence.rows.detected})
+    if silent and detections.alarms <= limit:
+        lack = f"of {silent} of {len(looking)} rounds of a client no note of its detectors is here"
+        return untold("alarms", [f"{sentence}; {lack}"])
     return compared("alarms", sentence, holds=detections.alarms <= limit)
 
 
