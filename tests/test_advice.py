@@ -11,7 +11,9 @@ import tiny
 from built import answer_of, run_of, truth_of
 from tiny import DLG, call, tables, toml
 
+from fedleak.audit.gate import early
 from fedleak.audit.gate.early import exceeded_already
+from fedleak.audit.gate.evidence import gather
 from fedleak.audit.scoring import score_run
 from fedleak.config.experiment import Experiment
 from fedleak.config.federation.schedule import expected_captures
@@ -253,6 +255,15 @@ def test_a_limit_is_exceeded_once_no_other_answer_can_change_that(tmp_path: Path
     half = limits.model_copy(update={"exact": 0.5})
     assert exceeded_already(answered(tmp_path / "same", 1), half) is None
     assert exceeded_already(answered(tmp_path / "five", 5), half) is not None
+
+
+def test_poisson_sampling_may_draw_all_texts_of_a_client(tmp_path: Path) -> None:
+    private = {"kind": "dp_sgd", "max_grad_norm": 1.0, "noise_multiplier": 1.0, "clients": [3]}
+    run = answered(tmp_path, 1, defense=[private])
+    run.update_info(node_examples=[9] * 12)
+    evidence = gather(run)
+    keys = [Key(1, client) for client in (2, 3, EVERYONE)]
+    assert [early.most_texts(evidence, key) for key in keys] == [2, 9, 11 * 2 + 9]
 
 
 def test_a_run_is_looked_at_when_something_was_read_and_ends_in_time(tmp_path: Path) -> None:

@@ -38,7 +38,8 @@ def largest_client(run: Run, experiment: Experiment) -> Largest:
         sum(attacked is None or round in attacked for round in of_client) for of_client in rounds
     )
     size = max(client_sizes(run) or [0])
-    if local.kind == UpdateKind.GRADIENT:
+    poisson = any(experiment.local_training_of(c).poisson for c in experiment.unlike_clients)
+    if local.kind == UpdateKind.GRADIENT and not poisson:  # which may draw all examples
         size = min(local.batch_size, size)
     if experiment.sees != "updates" and not experiment.server_built.malicious:
         return Largest(texts=experiment.clients_per_round * size, updates=1)  # of one sum

@@ -113,6 +113,9 @@ def test_a_mean_is_over_clients_and_bounded() -> None:
     assert mean_over_clients([], 1.0, largest=0) is None
 
 
+DP_SGD = {"kind": "dp_sgd", "max_grad_norm": 1.0, "noise_multiplier": 1.0}
+
+
 @pytest.mark.parametrize(
     ("changes", "sizes", "largest"),
     [
@@ -121,6 +124,8 @@ def test_a_mean_is_over_clients_and_bounded() -> None:
         ({"federation.algorithm": "fedavg"}, [3, 5, 2, 4], Largest(15, 3)),
         ({"federation.algorithm": "fedavg", "threat.rounds": [2, 3]}, [3, 5, 2, 4], Largest(10, 2)),
         ({}, None, Largest(0, 3)),
+        ({"defense": [DP_SGD | {"sampling": "fixed"}]}, [3, 5, 2, 4], Largest(3, 3)),
+        ({"defense": [DP_SGD | {"clients": [3]}]}, [3, 5, 2, 4], Largest(15, 3)),
     ],
 )
 def test_the_largest_client_is_of_all_clients_in_the_rounds_that_are_attacked(

@@ -38,7 +38,7 @@ def _unread(evidence: Evidence) -> Iterator[LeakageRow]:
     some = evidence.rows.leakage[0]
     for key in captures_of(evidence.run, evidence.experiment):
         summed = key.client == EVERYONE  # if they share texts, they say less
-        size = text_count(evidence.run, key) or _most_texts(evidence, key)
+        size = text_count(evidence.run, key) or most_texts(evidence, key)
         for name in evidence.kinds:
             row = answered.get((key, name))
             if row is None or row.texts is None:
@@ -47,11 +47,15 @@ def _unread(evidence: Evidence) -> Iterator[LeakageRow]:
                 yield some.model_copy(update={**place, **texts, "apart": summed})
 
 
-def _most_texts(evidence: Evidence, key: Key) -> int:
+def most_texts(evidence: Evidence, key: Key) -> int:
     """Returns the most texts that an update which was not sent yet can be computed from."""
     run, experiment = evidence.run, evidence.experiment
     summed = key.client == EVERYONE
     clients = clients_of_round(experiment, key.round) if summed else [key.client]
-    if experiment.local_training.poisson:
-        return sum((client_sizes(run) or ())[client] for client in clients)
-    return sum(most_examples(experiment, run, client) for client in clients)
+    sizes = client_sizes(run) or ()
+    return sum(
+        sizes[client]
+        if experiment.local_training_of(client).poisson  # which may draw all examples
+        else most_examples(experiment, run, client)
+        for client in clients
+    )
