@@ -761,8 +761,13 @@ def test_the_attackers_that_limits_hold_for_are_named() -> None:
 def test_what_scoring_found_missing_closes_the_gate() -> None:
     whole = "the run is finished and nothing is missing"
     assert complete(evidence_of({})) == Check("complete", WITHIN, whole)
-    lacking = evidence_of({}, missing=("a", "b"), unscored=2)
-    assert complete(lacking) == Check("complete", UNTOLD, "a; b; 2 answers have no score")
+    lacking = evidence_of({}, missing=("dlg: a private text", "b"), unscored=2)
+    assert complete(lacking) == Check(
+        "complete",
+        UNTOLD,
+        f"2 things are missing or wrong: `fedleak score {lacking.run.path}` says what; "
+        "2 answers have no score",
+    )
 
 
 def test_captures_and_answers_are_of_this_experiment(tmp_path: Path) -> None:
@@ -1127,4 +1132,4 @@ def test_every_attack_that_answered_has_to_have_answered_for_all(built: Run) -> 
     built.append(records.answers(built.fingerprint()), answer_of(1, 0, tokens=[50], attack="late"))
     checks = {check.name: check for check in judge(built, GateTable(exact=1.0)).checks}
     assert checks["attack late"].sentence == "it has no answer for 1 of 2 updates"
-    assert checks["complete"].sentence.startswith("1 of 8 answers are missing (for r0001-c01): ")
+    assert checks["complete"].sentence.startswith("1 thing is missing or wrong: ")

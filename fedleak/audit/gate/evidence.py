@@ -114,9 +114,15 @@ def recounted(evidence: Evidence, rows: Sequence[LeakageRow]) -> Evidence:
 
 
 def complete(evidence: Evidence) -> Check:
-    """Checks that the run is finished and that nothing of it is missing."""
-    summary = evidence.summary
-    lacks = [*summary.missing]
+    """Checks that the run is finished and that nothing of it is missing.
+
+    What is missing is counted, not quoted: reasons of attacks may have private texts, and checks
+    leave the machine.
+    """
+    summary, lacks = evidence.summary, list[str]()
+    if missing := len(summary.missing):
+        things = "1 thing is" if missing == 1 else f"{missing} things are"
+        lacks.append(f"{things} missing or wrong: `fedleak score {evidence.run.path}` says what")
     if summary.unscored:
         lacks.append(f"{summary.unscored} answers have no score")
     return untold("complete", lacks, "the run is finished and nothing is missing")
