@@ -116,6 +116,17 @@ def test_an_answer_that_names_no_text_lacks_no_score_of_one(
     assert ("`fedleak score` adds them" in sentence) == bool(lacks)
 
 
+def test_no_answer_is_asked_for_of_an_update_of_no_text() -> None:
+    nothing = {"texts": (), "batch_size": 0, "diagnostics": {"time_up": True}}
+    rows = [row("dlg", client, READ) for client in range(4)]
+    rows += [row("dlg", 4, status=Status.ABSTAINED, **nothing), row("dlg", 5, **nothing)]
+    evidence = evidence_of(SIX, rows)
+    sentence = "it answered 4 of 6 updates; 2 have no text"
+    assert measured(evidence)["attack dlg"] == (WITHIN, sentence)
+    kept = {check.name: check.outcome for check in required(evidence, require=["dlg"])}
+    assert kept["required dlg"] is WITHIN
+
+
 def test_an_attack_of_a_rung_may_abstain_by_its_listed_name() -> None:
     rows = [row("dlg+all", client, status=Status.ABSTAINED, texts=None) for client in range(6)]
     checks = measured(evidence_of(SIX, rows), may_abstain=["dlg"])
@@ -139,7 +150,7 @@ def test_the_least_time_that_any_answer_was_given_is_what_was_agreed(
     answers = [answer_of(1, client, settings=table) for client, table in enumerate(settings)]
     answers = [answer.model_copy(update={"attack": "dlg"}) for answer in answers]
     answers.append(answer_of(1, 5, attack="other", settings={"seconds": 0.1}))
-    rows = [row("dlg", client, diagnostics={"time_up": client == 0}) for client in range(6)]
+    rows = [row("dlg", client, READ, diagnostics={"time_up": client == 0}) for client in range(6)]
     evidence = evidence_of(
         SIX | {"attack": [{"kind": "tag", "seconds": 1.0}, attack]}, rows, answers
     )

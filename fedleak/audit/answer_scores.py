@@ -270,6 +270,14 @@ def compared(
     return Scored(row, scores.pairs)
 
 
+def of_empty_batch(answer: Answer) -> LeakageRow:
+    """Returns the row of an answer to an update of no text: nothing was to be read, or proved."""
+    row = unscored(answer, {})
+    refuted = {"verified": False, "reason": REFUTED} if answer.verified else {}
+    nothing = {"status": answer.status, "batch_size": 0, "num_tokens": 0, "texts": ()}
+    return row.model_copy(update=refuted | nothing)
+
+
 def with_personal_data(
     scored: Scored,
     items: Sequence[Item],

@@ -5,7 +5,7 @@ Only the audit opens the vault. `score_files` reads and writes, `answer_scores` 
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -92,7 +92,7 @@ def score(run: Run, recorded: Recorded, attack_names: Iterable[str] | None = Non
     scored = _scored(run, recorded, answers, truths)
     leakage = [scored_answer.row for scored_answer in scored]
     find_gaps(Known(run, experiment, list(attack_names), answers, leakage, truths), gaps)
-    gaps.notes += _noise_notes(run, truths)
+    gaps.notes += [*_noise_notes(run, truths), *_of_no_text(truths)]
     gaps.notes += unchecked(str(answer.settings.get("kind")) for answer in answers.values())
     notes = read_notes(run.defended, ledger.ClientNote, gaps)
     earlier = recorded.earlier
@@ -142,6 +142,13 @@ def _noise_notes(run: Run, truths: Truths) -> list[str]:
     return notes
 
 
+def _of_no_text(truths: Truths) -> Iterator[str]:
+    """Says how many of the attacked updates have no text."""
+    empty = sum(truth is not None and not truth.sequences for truth in truths.values())
+    if empty:
+        yield f"{empty} of {len(truths)} updates have no text: nothing could be read of them"
+
+
 def _readable_truth(run: Run, key: Key, model: LanguageModel) -> GroundTruth | None:
     """Returns what a client trained on, if the model can take it as input.
 
@@ -188,6 +195,8 @@ def _scored(run: Run, recorded: Recorded, answers: Answers, truths: Truths) -> l
             if controls and other is None and before is not None:  # the other's answer is gone
                 update |= _control_of(before, new.row)
             scored.append(replace(new, row=new.row.model_copy(update=update)))
+        elif given is not None and truths[key] is not None and key not in known:
+            scored.append(Scored(answer_scores.of_empty_batch(given), ()))
         # A failed answer measured nothing, so without the answer there is nothing to keep.
         elif before is not None and (given is not None or before.status != Status.FAILED):
             scored.append(Scored(before, ()))

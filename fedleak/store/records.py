@@ -235,6 +235,11 @@ class LeakageRow(_OfAttack):
         """
         return EVERYONE - self.round if self.apart else self.client
 
+    @property
+    def of_no_text(self) -> bool:
+        """Whether the update has no text, as Poisson sampling may draw none."""
+        return self.texts == ()
+
 
 def text_counts(rows: Iterable[LeakageRow]) -> dict[Key, int]:
     """Returns how many private texts each update was computed from, where a row knows the truth."""

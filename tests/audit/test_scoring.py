@@ -913,6 +913,25 @@ def test_personal_data_that_no_attack_answered_for_is_not_called_unread(make, wi
     assert "how much was read is not known" in table.notes[1]
 
 
+def test_of_an_update_of_no_text_nothing_could_be_read(make, sequences):
+    """Poisson sampling may draw nobody."""
+    truths = [truth_of(1, 0, []), truth_of(1, 1, sequences[4:5])]
+    answers = [
+        answer_of(1, 0, status="abstained", reason="why"),
+        answer_of(1, 0, [sequences[4]], attack="wrong", verified=True),
+        answer_of(1, 1, [sequences[4]]),
+    ]
+    run = make(truths, answers)
+    score_run(run)
+    rows = {row.id: row for row in run.rows(records.LEAKAGE) if row.client == 0}
+    assert {row.batch_size for row in rows.values()} == {0}
+    assert not any(row.texts or row.verified for row in rows.values())
+    summary = run.read_document(SUMMARY)
+    assert summary.worst_case.texts == 1
+    assert "1 of 2 updates have no text: nothing could be read of them" in summary.notes
+    assert sum("claim a proof" in sentence for sentence in summary.missing) == 1
+
+
 def test_files_of_texts_without_personal_data_are_as_before(make, sequences):
     run = make([truth_of(1, 0, sequences[4:5])], [answer_of(1, 0, [sequences[4]])])
     score_run(run)

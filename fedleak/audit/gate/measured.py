@@ -190,7 +190,8 @@ def _attack(name: str, evidence: Evidence, least_seconds: float, *, may_abstain:
     """Checks that an attack was free to work on every update that it should attack."""
     rows = [row for row in evidence.rows.leakage if row.attack == name]
     expected = captures_of(evidence.run, evidence.experiment)
-    ended = Counter(row.status for row in rows)
+    with_texts = [row for row in rows if not row.of_no_text]  # else nothing can be read
+    ended = Counter(row.status for row in with_texts)
     # Label counts alone, for example, are an answer without a score of any text.
     old = sum(
         row.status == Status.RECOVERED
@@ -201,7 +202,7 @@ def _attack(name: str, evidence: Evidence, least_seconds: float, *, may_abstain:
     of_all = f"of {len(expected)} updates"
     without = len({*expected} - {row.key for row in rows})
     failed, unscored, abstained = (ended[s] for s in (Status.FAILED, UNSCORED, Status.ABSTAINED))
-    late = sum(bool(row.diagnostics.get("time_up")) for row in rows)
+    late = sum(bool(row.diagnostics.get("time_up")) for row in with_texts)
     agreed = _seconds(name, evidence)
     had = "" if agreed is None else f"after {agreed:g} s "
     lacking = {
@@ -220,6 +221,8 @@ def _attack(name: str, evidence: Evidence, least_seconds: float, *, may_abstain:
     answered = f"it answered {ended[Status.RECOVERED]} {of_all}"
     if late and agreed is not None:
         answered += f", {late} of them with all of the {agreed:g} s that were agreed"
+    if empty := len(rows) - len(with_texts):
+        answered += f"; {empty} have no text"
     return untold(f"attack {name}", lacks, answered)
 
 
@@ -245,7 +248,7 @@ def _required(kind: str, evidence: Evidence) -> Check:
     answered = {
         row.key
         for row in evidence.rows.leakage
-        if kinds.get(row.attack) == kind and _has_answered(row)
+        if kinds.get(row.attack) == kind and (_has_answered(row) or row.of_no_text)
     }
     lacks = []
     if without := len(expected - answered):

@@ -63,7 +63,8 @@ def print_run(
             f"`fedleak score {markup(run.path)} --texts`",
             soft_wrap=True,
         )
-    for attack, status, reason in sorted({(row.attack, row.status, row.reason) for row in rows}):
+    to_read = [row for row in rows if not row.of_no_text]
+    for attack, status, reason in sorted({(row.attack, row.status, row.reason) for row in to_read}):
         if status != Status.RECOVERED:
             why = reason or "what the client trained on is not here"
             console.print(f"  [yellow]{markup(f'{attack} {status}')}[/]: {markup(why)}")
