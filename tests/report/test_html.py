@@ -22,6 +22,7 @@ from tiny import DLG, Here, call, tables, toml
 
 from fedleak.attacks.reconstruction import Status
 from fedleak.audit import scoring
+from fedleak.audit.privacy.ledger import CONTRADICTED
 from fedleak.config.loading import parse
 from fedleak.report.drawings.chart import DARK
 from fedleak.report.html import pictures
@@ -531,6 +532,11 @@ def test_the_headline_has_the_epsilon_that_holds_where_no_attack_answered() -> N
     wrong = CanarySummary(confidence=0.95, delta=1e-5, bounds=(), alarms=("it is above",))
     contradicted = run_verdict(summary(None, silent, canary=wrong), EXTENT, held)
     assert contradicted.headline.endswith("; canaries contradict the epsilon of 7.996")
+    drawn = (f"client 1: a record was in 3 steps of a pass: {CONTRADICTED}",)
+    contradicted = run_verdict(summary(None, silent, missing=drawn, canary=wrong), EXTENT, held)
+    assert contradicted.headline.endswith(
+        "; canaries and the records that steps drew contradict the epsilon of 7.996"
+    )
 
 
 def test_where_words_are_known_and_time_was_up_more_time_may_read_their_order() -> None:

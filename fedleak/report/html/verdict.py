@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from fedleak.attacks.reconstruction import Status
 from fedleak.audit.metrics.intervals import wilson
+from fedleak.audit.privacy.ledger import CONTRADICTED
 from fedleak.config.experiment import Experiment
 from fedleak.config.federation.lookup import stored
 from fedleak.config.federation.schedule import captures_made
@@ -19,7 +20,6 @@ from fedleak.store.summaries import (
     NEARLY,
     SUMMARY,
     AttackSummary,
-    CanarySummary,
     MembershipSummary,
     RunSummary,
     WorstCase,
@@ -193,6 +193,8 @@ def _guaranteed(
         f"{held.neighbouring}; accountant: {held.accountant}; noise multiplier: "
         f"{figure(held.noise_multiplier)})."
     )
+    if contradicting := _contradicting(summary):
+        sentence += f" But {contradicting} contradict the ledger, so that none of it holds."
     if aggregator is None or aggregator.trust is None:
         return Guaranteed(float(held.epsilon), sentence)
     against = float(held.epsilon) if experiment.sees == "models" else None
@@ -218,7 +220,7 @@ def run_verdict(summary: RunSummary, extent: Extent, guaranteed: Guaranteed) -> 
     given = given_away(summary.published)
     return Verdict(
         level,
-        _worst(summary, leakage, level, members) + by + _epsilon_clause(guaranteed, summary.canary),
+        _worst(summary, leakage, level, members) + by + _epsilon_clause(guaranteed, summary),
         (
             *([Entry("Server", f"It is malicious: {summary.server}.")] if summary.server else []),
             Entry("Read", _what_was_read(leakage, summary, extent) + _personal_data(leakage)),
@@ -293,12 +295,20 @@ def _worth(summary: RunSummary) -> str:
     return f"After round {after.round} its {name} is {value}{interval} on {texts}{earlier}.{few}"
 
 
-def _epsilon_clause(guaranteed: Guaranteed, canary: CanarySummary | None) -> str:
+def _epsilon_clause(guaranteed: Guaranteed, summary: RunSummary) -> str:
     if (epsilon := guaranteed.epsilon) is None:
         return ""
-    if canary is not None and canary.alarms:
-        return f"; canaries contradict the epsilon of {figure(epsilon)}"
+    if contradicting := _contradicting(summary):
+        return f"; {contradicting} contradict the epsilon of {figure(epsilon)}"
     return f"; an epsilon of {figure(epsilon)} holds"
+
+
+def _contradicting(summary: RunSummary) -> str:
+    """Returns what contradicts the ledger; empty: nothing does."""
+    drawn = any(sentence.endswith(CONTRADICTED) for sentence in summary.missing)
+    by_canaries = summary.canary is not None and summary.canary.alarms
+    names = {"canaries": by_canaries, "the records that steps drew": drawn}
+    return " and ".join(name for name, holds in names.items() if holds)
 
 
 def _level(leakage: Strongest | None, attacks: Mapping[str, AttackSummary], members: str) -> Level:
