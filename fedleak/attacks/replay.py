@@ -8,8 +8,9 @@ update that was sent and the one that was made again.
 Two computations of one update differ by rounding, and Adam makes whole steps of the rounding of
 small gradients. So how far apart they may be is measured on the answer itself, without the update:
 the steps are made again at weights that are moved by their own rounding, as in Monte Carlo
-arithmetic (Parker 1997). And they are made again with one token changed: a proof must be so near
-that each of these neighbours would be refused.
+arithmetic (Parker 1997). And they are made again with one token changed, and without the gradient
+of a text of which the model is sure, in whose place another such text could stand: a proof must be
+so near that each of these neighbours would be refused.
 
 After a mask or pruning, all of this compares only the numbers that came, and neighbours must be
 farther away. For Adam's steps, which rounding blurs most, that proves nothing.
@@ -41,7 +42,7 @@ from fedleak.attacks.certificate import (
 )
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.reconstruction import Ids
-from fedleak.models import CLASSIFICATION, LanguageModel, target_counts
+from fedleak.models import CLASSIFICATION, LanguageModel, example_losses, pad, target_counts
 from fedleak.training.observation import Observation, UpdateKind
 from fedleak.training.recipe import Recipe, copied_parameters, in_weights_of
 from fedleak.training.steps import Batch, delta_, gradient
@@ -51,6 +52,9 @@ ROOM = 4.0
 
 NEIGHBOURS = 4
 """Answers with one token changed that a proof has to distinguish from the answer."""
+
+SUREST = 2
+"""Texts of which the model is the surest, each of which a proof has to miss if it is not there."""
 
 _MARGIN = 20.0
 """Times the limit that these must be away from the answer where not all numbers came, in place of
@@ -263,8 +267,12 @@ def _judged(
     alike, arrangement, complete = best
     sent_X = flat(seen.update.tensors)
 
-    def again(sequences: Sequence[Sequence[int]], blur: torch.Generator | None = None) -> Tensor:
-        made = steps_again(model, arrangement.batches(sequences), seen, blur=blur)
+    def again(
+        sequences: Sequence[Sequence[int]],
+        blur: torch.Generator | None = None,
+        silent: Ids = (),
+    ) -> Tensor:
+        made = steps_again(model, arrangement.batches(sequences), seen, blur=blur, silent=silent)
         return _without(lacking_X, flat(made))
 
     own_X = again(closed)
@@ -275,10 +283,11 @@ def _judged(
         return Replayed(alike, apart, None, False, complete)
     blurred_X = again(closed, torch.Generator().manual_seed(0))
     size = own_X.norm()
-    changed = [
-        float((again(other) - own_X).norm() / size)
-        for other in _one_token_changed(model, closed, seen)
-    ]
+    others = itertools.chain(
+        (again(other) for other in _one_token_changed(model, closed, seen)),
+        (again(closed, silent=ids) for ids in _surest(model, closed, arrangement.labels)),
+    )
+    changed = [float((other_X - own_X).norm() / size) for other_X in others]
     nearest = min(changed, default=0.0)
     limit = max(precision(seen), min(ROOM * float((blurred_X - own_X).norm() / size), nearest / 2))
     verified = apart < limit <= nearest / margin
@@ -300,6 +309,7 @@ def steps_again(
     seen: Observation,
     *,
     blur: torch.Generator | None = None,
+    silent: Ids = (),
 ) -> dict[str, Tensor]:
     """Returns the update that a client's steps on these batches make, as it is observed.
 
@@ -310,6 +320,7 @@ def steps_again(
         batches: Of each step.
         seen: Says how the client steps, and which tensors it sends.
         blur: Moves the weights by half a unit in their last place at most, at random.
+        silent: A text that has no gradient; empty: none.
     """
     known = seen.knowledge
     recipe, rate = known.recipe or Recipe(), known.learning_rate or 1.0
@@ -321,7 +332,7 @@ def steps_again(
             noise = torch.rand(value.shape, generator=blur).to(value)
             value.mul_(1 + eps * (noise - 0.5))
         with in_weights_of(model.module, recipe.precision):
-            gradients = (gradient(model, batch, recipe) for batch in batches)
+            gradients = (_gradient(model, batch, recipe, silent) for batch in batches)
             deltas = delta_(model, gradients, recipe, rate)
     return {
         name: recipe.without_decay(deltas[name], before[name], rate, len(batches))
@@ -439,6 +450,32 @@ def _searched(
         if 1 - now < precision(seen) ** 2 / 2:
             break
     return best
+
+
+def _gradient(model: LanguageModel, batch: Batch, recipe: Recipe, silent: Ids) -> dict[str, Tensor]:
+    """Returns the gradient of a batch's mean loss, as if one text of it had none."""
+    total = gradient(model, batch, recipe)
+    counts = target_counts(model, batch.sequences)
+    for ids, label, count in zip(*batch, counts, strict=True):
+        if ids == silent:
+            own = gradient(model, Batch([ids], [label]), recipe)
+            for name, value in own.items():
+                total[name].sub_(value, alpha=count / sum(counts))
+    return total
+
+
+def _surest(model: LanguageModel, closed: Sequence[Ids], labels: Sequence[int]) -> list[Ids]:
+    """Returns the texts of which the model is the surest; none of a single text."""
+    if len(closed) == 1:
+        return []
+    losses = []
+    for ids, label in zip(closed, labels, strict=True):
+        ids_1T, mask_1T = pad([ids], model.tokenizer.pad_token_id, model.device)
+        label_1 = torch.tensor([label], device=model.device)
+        with torch.no_grad():
+            losses.append(float(example_losses(model, ids_1T, mask_1T, label_1)))
+    by_loss = sorted(zip(losses, closed, strict=True))
+    return [ids for _, ids in by_loss[:SUREST]]
 
 
 def _one_token_changed(

@@ -32,7 +32,7 @@ RECIPES = {
 LABELS = [0, 2, 1, 2]
 
 
-def sent_by_client(model, sequences, name, *, steps=2, epochs=1, **known):
+def sent_by_client(model, sequences, name, *, steps=2, epochs=1, labels=LABELS, **known):
     """What the server sees of a client that makes so many steps on these texts in each epoch."""
     recipe, rate = RECIPES[name]
     how = LocalTraining(
@@ -44,7 +44,7 @@ def sent_by_client(model, sequences, name, *, steps=2, epochs=1, **known):
         recipe=recipe,
     )
     before = {name: value.clone() for name, value in model.parameters().items()}
-    update = local_update_(model, sequences, LABELS[: len(sequences)], how, seed=11)
+    update = local_update_(model, sequences, labels[: len(sequences)], how, seed=11)
     load_parameters_(model, before)
     tensors = {
         name: recipe.without_decay(value, before[name], rate, steps * epochs)
@@ -166,6 +166,30 @@ def test_what_cannot_be_made_again_is_not_proved(small, texts):
     assert not replay.replay(
         model, sequences, replace(seen, update=replace(seen.update, tensors=few))
     ).verified
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_text_that_the_model_is_sure_of_proves_no_answer(small, texts, steps):
+    """It changes nearly nothing, so another such text could stand in its place."""
+    model = small("bert", num_labels=2)
+    sequences = [tuple(ids) for ids in model.encode(texts[8:10])]
+    head, pooled = model.module.classifier, []
+    hook = head.register_forward_pre_hook(lambda _, given: pooled.append(given[0]))
+    for ids in sequences:
+        sent_by_client(model, [ids], "sgd", steps=1)
+    hook.remove()
+    unsure, sure = (state_1D.detach()[0].double() for state_1D in pooled)
+    axis = sure - (sure @ unsure) / (unsure @ unsure) * unsure
+    with torch.no_grad():
+        head.weight.zero_()[1] = (14 * axis / (axis @ sure)).float()
+        head.bias.zero_()
+    verified = []
+    for scale in (1.0, 0.2):
+        with torch.no_grad():
+            head.weight.mul_(scale)
+        seen = sent_by_client(model, sequences, "sgd", steps=steps, labels=[0, 1])
+        verified.append(replay.replay(model, sequences, seen).verified)
+    assert verified == [False, True]
 
 
 def test_an_update_of_zeros_is_told_nothing(small, texts):

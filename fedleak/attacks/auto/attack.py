@@ -355,8 +355,17 @@ class _Attempt:
         self._replaying -= timing.now() - begun
         if made is None or not made.verified:
             return reading
-        answer = reading.answer.with_diagnostics(**made.diagnostics())
-        answer = replace(answer, tokens=tokens_of(batch), verified=True, reason="")
+        # The attack may not have stood by what it read.
+        answer = replace(
+            reading.answer.with_diagnostics(**made.diagnostics()),
+            status=Status.RECOVERED,
+            sequences=tuple(certificate.close(model, ids) for ids in batch),
+            evidence=(0.0,) * len(batch),
+            margins=(),
+            tokens=tokens_of(batch),
+            verified=True,
+            reason="",
+        )
         return reading._replace(answer=answer, sequences=batch)
 
     def _suits(self, attack: Single) -> bool:
@@ -556,7 +565,9 @@ class _Attempt:
         """Returns the answer of the last attack, which settled the whole batch by itself."""
         *_, (kind, answer) = self.findings.answers.items()
         sequences = tuple(certificate.close(self._model, ids) for ids in self.findings.whole)
-        likely = answer.diagnostics.get("likely", [True] * len(sequences))
+        likely = [True] * len(sequences)
+        if not answer.verified:
+            likely = answer.diagnostics.get("likely", likely)
         own = {"from": [kind] * len(sequences), "likely": likely}
         answer = answer.with_diagnostics(**own, **self._common_diagnostics())
         return replace(answer, sequences=sequences, tokens=tokens_of(sequences))

@@ -296,11 +296,16 @@ def test_steps_that_give_the_update_again_end_the_search(small, observe, notes_a
     seen = replace(truth.seen, knowledge=replace(truth.seen.knowledge, local_steps=steps))
     tensors = replay.steps_again(model, batches, seen)
     seen = replace(seen, update=replace(seen.update, tensors=tensors))
-    notes_and_plants[1]["keyspan"] = guess(*truth.sequences)
-    answer = ask(Auto(), seen, model)
-    assert [attack.kind for attack, _, _ in notes_and_plants[0]] == ["keyspan"]
-    assert answer.verified
-    assert answer.diagnostics["replay_cosine"] == pytest.approx(1)
+    for status in (Status.ABSTAINED, Status.RECOVERED):
+        notes_and_plants[0].clear()
+        notes_and_plants[1]["keyspan"] = guess(*truth.sequences, status=status)
+        answer = ask(Auto(), seen, model)
+        assert [attack.kind for attack, _, _ in notes_and_plants[0]] == ["keyspan"]
+        assert answer.verified
+        assert answer.status == Status.RECOVERED
+        assert sorted(answer.sequences) == sorted(truth.sequences)
+        assert answer.evidence == (0.0, 0.0)
+        assert answer.diagnostics["replay_cosine"] == pytest.approx(1)
     # One word changed is no proof, and the others are asked.
     wrong = (*truth.sequences[0][:2], truth.sequences[0][2] + 1, *truth.sequences[0][3:])
     notes_and_plants[0].clear()
