@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fedleak.attacks import certificate
 from fedleak.attacks.clock import Clock
@@ -129,9 +130,12 @@ def _with_rejected(
 def _kept(span: Span, excess_C: Tensor, wanted: int, accept: float) -> Tensor:
     """Returns the candidates in the span, nearest first, no more than inputs have dimensions.
 
-    If none is, the nearest that noise may have pushed out of it, at most `wanted`.
+    Words of one embedding, which have one input, count once. If none is in the span, returns the
+    nearest that noise may have pushed out of it, at most `wanted`.
     """
-    nearest_C = excess_C.argsort()[: span.rank]
+    sorted_C, nearest_C = excess_C.sort()
+    place_C = F.pad((sorted_C.diff() > 0).cumsum(0), (min(len(sorted_C), 1), 0))
+    nearest_C = nearest_C[place_C < span.rank]
     inside_C = nearest_C[excess_C[nearest_C] < accept]
     if len(inside_C) or span.exact:
         return inside_C

@@ -229,10 +229,10 @@ class _Peeling:
 
         The gradient is None if no texts that were found make a step.
         """
-        gradients, nearest = certificate.as_gradient(rest), list[Judged]()
+        gradients, kinds = certificate.as_gradient(rest), list[Judged]()
         spans = layer_spans(self.model, gradients)
         if spans is None:
-            return nearest, None
+            return kinds, None
         rows_OD = self._rows(gradients).double()
         for most, accept in _LEVELS:
             slots = first_inputs(self.model, spans.first, self.rng, self.clock, most)
@@ -240,8 +240,8 @@ class _Peeling:
             block = self.model.family.first_block(self.model.module)
             search = SpanSearch(slots, block, spans, 0, self.rng, self.clock, self.tell, accept)
             sentences = without_runs(extend_prefixes(search), self.model)
-            nearest = sorted(sentences, key=by_excess)[: _FOUND * max(sizes)]
-            kinds = distinct(nearest, ())
+            nearest = sorted(sentences, key=by_excess)
+            kinds = distinct(nearest, ())[: _FOUND * max(sizes)]
             texts = [self._seen_in(text, gradients) for text in self.clock.paced(kinds)]
             if len(texts) > min(sizes):
                 texts.sort(key=lambda text: left_by([text], rows_OD))
@@ -252,7 +252,7 @@ class _Peeling:
                         return step, self._gradient(step)
             if self.clock.up():
                 break
-        return nearest[: max(sizes)], None
+        return kinds[: max(sizes)], None
 
     def _gradient(self, texts: Sequence[Judged]) -> dict[str, Tensor]:
         """Returns the gradient of a step on texts."""
