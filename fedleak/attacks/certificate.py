@@ -65,6 +65,8 @@ _TELLS = 2.0
 _SMALL = 1e-3
 """A tensor below this fraction of the update's norm counts as this large: some are zero."""
 
+_NUMBERS = 2**25
+"""Numbers of the equations for a batch's labels and repetitions that are in memory, at most."""
 
 Kept = TypeVar("Kept")
 
@@ -352,19 +354,23 @@ def _explained(
 ) -> list[Member]:
     """Returns the members among sequences, and beginnings of them, that explain the update."""
     observed, every = as_gradient(seen), [*sequences, *begun]
-    names = _last_parameters(model, observed, 4 * len(every) * max(model.num_labels, 1))
+    unknown = len(every) * max(model.num_labels, 1)
+    names = _last_parameters(model, observed, 4 * unknown)
+    target_X = flat({name: observed[name] for name in names})
+    # A mask, or pruning, may have made a zero of any number. Evenly many of the others are enough:
+    # what they say of the batch is checked on the whole gradient.
+    numbers_X = target_X.nonzero()[:, 0]
+    numbers_X = numbers_X[:: max(1, math.ceil(len(numbers_X) * unknown / _NUMBERS))]
+    target_X = target_X[numbers_X].double()
     sequence_units: list[Units] = []
+    columns: list[Tensor] = []
     for part in clock.paced(_parts(every)):
-        sequence_units += units(model, part, names)
-    if len(sequence_units) < len(every):
+        for unit in units(model, part, names):
+            columns += [flat(gradient)[numbers_X].double() for gradient in unit.gradients]
+            sequence_units.append(unit._replace(gradients=[]))
+    if len(sequence_units) < len(every) or len(columns) > len(target_X):
         return []
-    columns = [flat(gradient) for unit in sequence_units for gradient in unit.gradients]
-    system_XU = torch.stack(columns, 1).double()
-    target_X = flat({name: observed[name] for name in names}).double()
-    # A mask, or pruning, may have made a zero of any number.
-    system_XU, target_X = system_XU[target_X != 0], target_X[target_X != 0]
-    if len(columns) > len(target_X):
-        return []
+    system_XU = torch.stack(columns, 1)
     kappa_U = torch.linalg.lstsq(system_XU, target_X[:, None]).solution[:, 0]
     if not (target_X - system_XU @ kappa_U).norm() < precision(seen) * target_X.norm():
         return []

@@ -1,3 +1,4 @@
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -778,3 +779,19 @@ def test_a_word_of_which_no_row_came_may_have_a_twin(small, observe):
 def behind(seen, defense):
     """An update of which a part came."""
     return replace(seen, update=defense(seen.update, rng=stream(0, "defense")))
+
+
+@pytest.mark.parametrize("most", [certificate._NUMBERS, 2**14])
+def test_a_part_of_the_numbers_tells_who_is_in_a_batch(small, observe, monkeypatch, most):
+    """One text begins another one, and one occurs twice."""
+    monkeypatch.setattr(certificate, "_NUMBERS", most)
+    model = small("gpt2", CAUSAL_LM, width=48)
+    texts = ("she told us that", "she told us", "nobody knows it", "nobody knows it")
+    truth = observe(model, texts)
+    batch = [certificate.opened(model, ids) for ids in truth.sequences]
+    longest = max(batch, key=len)
+    others = [ids for ids in batch if ids != longest[: len(ids)]]
+    members = certificate.explain(model, [longest, others[0]], truth.seen, UNLIMITED)
+    repeats = certificate.multiplicities(model, members, 4)
+    ids_of_members = (member.ids for member in members)
+    assert dict(zip(ids_of_members, repeats, strict=True)) == Counter(batch)

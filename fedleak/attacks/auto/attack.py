@@ -524,7 +524,9 @@ class _Attempt:
             return Choice((), dict.fromkeys(pool[:size], 1.0), 1.0)
         pool = pool[:most]
         pairs = compare(self._model, pool, self._observed(), noise_of(rest))
-        picks = choose(pairs, size)
+        until = Clock(_CHOOSING * self._clock.left())
+        picks = choose(pairs, size, until)
+        self._clock.rang |= until.rang
         batch = [
             Labelled(pool[pairs.sequence[k]], pairs.label[k], weight)
             for k, weight in zip(picks, pairs.weights(picks).tolist(), strict=True)

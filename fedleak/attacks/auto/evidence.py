@@ -16,6 +16,7 @@ Shapes: N sequences, C labels, K = N C pairs, T tokens, D hidden size, X and Y t
 weight, M distinct tokens, or the tokens of all pairs.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedleak.attacks.certificate import close
+from fedleak.attacks.clock import UNLIMITED, Clock
 from fedleak.attacks.matching.factored_gradients import (
     BatchGradients,
     LogitGrad,
@@ -41,6 +43,9 @@ _TOGETHER = 8
 
 _LOWER = 1 - 1e-9
 """A residual counts as lower by more than rounding."""
+
+_MIX = 1e-10
+"""Share of a gradient's square that must be beside those of others, or it is a mix of them."""
 
 _PRODUCTS = 2**22
 """Inner products of tokens that are in memory at a time."""
@@ -96,6 +101,28 @@ class Pairs:
         explained = float(weights @ self.observed_K[list(chosen)])
         return max(round(1 - explained / self.total, _DIGITS), _ROUNDING)
 
+    def residuals_with(self, chosen: Sequence[int]) -> list[float]:
+        """Returns for each pair the residual that it and those chosen leave, as `residual` does.
+
+        A pair joins those chosen by a Schur complement, so all pairs take one system. It is
+        infinite for those that are chosen already, and for what is a mix of them.
+        """
+        picked = torch.tensor(list(chosen), dtype=torch.long)
+        beside_PK, observed_P = self.gram_KK[picked], self.observed_K[picked]
+        system_PP = beside_PK[:, picked]
+        sides_PX = torch.cat([observed_P[:, None], beside_PK], 1)
+        solved_PX = torch.linalg.lstsq(system_PP, sides_PX).solution if chosen else sides_PX
+        weight_P, mix_PK = solved_PX[:, 0], solved_PX[:, 1:]
+        square_K = self.gram_KK.diagonal()
+        left_K = square_K - (beside_PK * mix_PK).sum(0)
+        weight_K = (self.observed_K - beside_PK.T @ weight_P) / left_K
+        others_PK = weight_P[:, None] - mix_PK * weight_K
+        explained_K = weight_K * self.observed_K + (others_PK * observed_P[:, None]).sum(0)
+        residual_K = (1 - explained_K / self.total).round(decimals=_DIGITS).clamp_min(_ROUNDING)
+        joins_K = (left_K > _MIX * square_K) & (weight_K > 0) & (others_PK > 0).all(0)
+        joins_K[picked] = False
+        return residual_K.masked_fill(~joins_K, math.inf).tolist()
+
     def weights(self, chosen: Sequence[int]) -> Tensor:
         """Returns the weights of pairs, by least squares."""
         picked = torch.tensor(list(chosen), dtype=torch.long)
@@ -104,7 +131,7 @@ class Pairs:
         return solution
 
 
-def choose(pairs: Pairs, most: int) -> list[int]:
+def choose(pairs: Pairs, most: int, clock: Clock = UNLIMITED) -> list[int]:
     """Returns at most so many pairs of a small residual.
 
     First each next pair is the one that lowers the residual most (orthogonal matching pursuit),
@@ -113,21 +140,25 @@ def choose(pairs: Pairs, most: int) -> list[int]:
     Args:
         pairs: To choose from.
         most: The size of the batch.
+        clock: When time is up, no more pairs are exchanged.
     """
     chosen: list[int] = []
     while len(chosen) < most:
-        others = [k for k in range(len(pairs.sequence)) if k not in chosen]
-        longer = min(([*chosen, k] for k in others), key=pairs.residual, default=chosen)
+        residuals = pairs.residuals_with(chosen)
+        longer = [*chosen, residuals.index(min(residuals))] if residuals else chosen
         if pairs.residual(longer) >= pairs.residual(chosen):
             break
         chosen = longer
-    while True:
-        others = [k for k in range(len(pairs.sequence)) if k not in chosen]
-        exchanged = ([*chosen[:i], k, *chosen[i + 1 :]] for i in range(len(chosen)) for k in others)
-        other = min(exchanged, key=pairs.residual, default=chosen)
+    for _ in clock.paced(itertools.count() if chosen else ()):
+        shorter = [[*chosen[:i], *chosen[i + 1 :]] for i in range(len(chosen))]
+        exchanged = [pairs.residuals_with(rest) for rest in shorter]
+        place = min(range(len(chosen)), key=lambda i: min(exchanged[i]))
+        residuals = exchanged[place]
+        other = [*chosen[:place], residuals.index(min(residuals)), *chosen[place + 1 :]]
         if pairs.residual(other) >= pairs.residual(chosen) * _LOWER:
-            return chosen
+            break
         chosen = other
+    return chosen
 
 
 def compare(

@@ -1,5 +1,6 @@
 """The choice among sequences, by the observed gradient alone."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from fedleak.attacks.auto import evidence
 from fedleak.attacks.auto.evidence import Factors, Pairs, choose, compare, directions, weights
 from fedleak.attacks.certificate import as_gradient, close, units
+from fedleak.attacks.clock import Clock
 from fedleak.defenses.cast import Cast
 from fedleak.defenses.gaussian_noise import GaussianNoise
 from fedleak.defenses.mask import Mask
@@ -163,6 +165,42 @@ def test_an_exchange_mends_a_greedy_choice():
     )
     assert choose(pairs, 1) == [2]
     assert sorted(choose(pairs, 2)) == [0, 1]
+
+
+def random_pairs(rng, size, others, width):
+    """Pairs of which some make up an observed gradient, and some are nearly alike."""
+    gradients_KX = torch.randn(size + others, width, generator=rng, dtype=torch.float64)
+    gradients_KX[size:] = 0.8 * gradients_KX[torch.arange(others) % size] + gradients_KX[size:]
+    noise_X = torch.randn(width, generator=rng, dtype=torch.float64)
+    observed_X = gradients_KX[:size].mean(0) + 0.1 * noise_X
+    return Pairs(
+        sequence=tuple(range(size + others)),
+        label=(0,) * (size + others),
+        gram_KK=gradients_KX @ gradients_KX.T,
+        observed_K=gradients_KX @ observed_X,
+        total=float(observed_X @ observed_X),
+    )
+
+
+def test_a_pair_joins_others_as_in_least_squares_on_all_of_them():
+    rng = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        pairs = random_pairs(rng, 5, 12, 20)
+        for chosen in ([], [3], [0, 8, 2], [4, 1, 16, 9]):
+            slow = [
+                math.inf if k in chosen else pairs.residual([*chosen, k])
+                for k in range(len(pairs.sequence))
+            ]
+            assert pairs.residuals_with(chosen) == pytest.approx(slow, abs=1e-8)
+
+
+def test_no_pair_is_exchanged_after_time_is_up():
+    rng = torch.Generator().manual_seed(1)
+    choices = [random_pairs(rng, 6, 30, 20) for _ in range(20)]
+    in_time = [pairs.residual(choose(pairs, 6)) for pairs in choices]
+    late = [pairs.residual(choose(pairs, 6, Clock(-1.0))) for pairs in choices]
+    assert all(low <= high for low, high in zip(in_time, late, strict=True))
+    assert in_time != late
 
 
 def test_a_number_counts_in_units_of_the_noise_where_its_scale_is_known(small, observe):
