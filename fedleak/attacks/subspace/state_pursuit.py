@@ -95,8 +95,8 @@ _ANYWHERE = 0.6
 _AGAIN = 2
 """Times that each text is sought again, beside all others of a batch, until there is a proof."""
 
-_AT_ONCE = 512
-"""Tokens that go through the model together."""
+_AT_ONCE, _NUMBERS = 512, 2**26
+"""Tokens that go through the model together; numbers of their texts' gradients, at most."""
 
 _ONLY_BLUR = "nothing proved: only noise or rounding is left, and more with a near word for any one"
 
@@ -520,7 +520,8 @@ class _Search:
         Texts that time does not reach have a score below all others.
         """
         scores_N = self._beside[0].new_full((len(texts),), -math.inf)
-        for some in _parts(len(texts), max(map(len, texts)), clock):
+        numbers = sum(layer.sent_OI.numel() for layer in self._update.layers)
+        for some in _parts(len(texts), max(map(len, texts)), clock, numbers):
             prior_N, gradients = self._update.gradients(texts[some])
             sums = [a + b for a, b in zip(self._beside, gradients, strict=True)]
             scores_N[some] = prior_N + self._update.nats(sums)
@@ -571,9 +572,12 @@ def _tried(hints_NV: Tensor, table_NV: Tensor, count: int) -> Tensor:
     return both_NV.topk(count).indices
 
 
-def _parts(count: int, tokens: int, clock: Clock) -> Iterator[slice]:
-    """Yields which of so many rows of so many tokens go through the model together, in time."""
-    size = max(1, _AT_ONCE // tokens)
+def _parts(count: int, tokens: int, clock: Clock, numbers: int = 1) -> Iterator[slice]:
+    """Yields which of so many rows of so many tokens go through the model together, in time.
+
+    Each leaves so many numbers.
+    """
+    size = max(1, min(_AT_ONCE // tokens, _NUMBERS // numbers))
     for start in clock.paced(range(0, count, size), least=1):
         yield slice(start, start + size)
 
