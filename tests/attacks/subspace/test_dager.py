@@ -664,7 +664,8 @@ def test_adapters_of_a_lower_rank_than_there_are_tokens_prove_nothing(
     monkeypatch.setattr(placed_texts, "_DRAWN", 1)  # it may begin often in vain
     monkeypatch.setattr(placed_texts, "_KICKS", 1)
     model = adapted(family, task, rank=4, size=size)
-    answer = answer_of(model, observe(model, texts[:2]).seen)
+    seen = observe(model, texts[:2]).seen
+    answer = answer_of(model, seen, Dager(seconds=3.0))
     assert "nothing proved" in answer.reason
     assert not answer.verified
 

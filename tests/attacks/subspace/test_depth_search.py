@@ -313,7 +313,9 @@ def test_texts_that_explain_less_than_half_of_a_gradient_are_none_of_its_batch(a
     assert depth_search._batch(model, behind_adam(seen, model), judged, True, UNLIMITED).texts == []
 
 
-@pytest.mark.parametrize(("family", "rank"), [("llama", 4), ("gpt2", 8)])
+@pytest.mark.parametrize(
+    ("family", "rank"), [("llama", 4), pytest.param("gpt2", 8, marks=pytest.mark.slow)]
+)
 def test_a_text_of_more_tokens_than_rows_is_read(adapted, sent, family, rank):
     """The states of its beginning are known and stand beside the rows."""
     model = adapted(family, rank=rank, width=128)

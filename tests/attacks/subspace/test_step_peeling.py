@@ -118,7 +118,7 @@ def test_of_a_round_that_is_not_read_to_its_end_auto_keeps_the_steps_that_were(
     assert alone_read.diagnostics["steps"] == [1, 3]
     assert len(alone_read.sequences) == 2
     assert {*alone_read.sequences} < {*sequences}
-    answer = read(seen, decoder, Auto(seconds=5.0, steps=2))
+    answer = read(seen, decoder, Auto(seconds=2.0, steps=2))
     assert answer.sequences[:2] == alone_read.sequences
     assert answer.diagnostics["likely"][:2] == [True, True]
 
