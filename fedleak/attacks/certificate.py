@@ -15,6 +15,10 @@ update. A scale other than 1 hides one thing: a batch in which every text occurs
 more than once, pulls like the batch in which each occurs once. Such a batch is not proved. Nor is a
 batch with a text of which the model is sure, because that text has nearly no gradient.
 
+A sum over clients of next-token training has the mean of each client, in which a target weighs more
+the fewer the client has. So the weights of its texts are those of least squares, and as these hide
+how often a text occurs, a sum in which one does is not proved.
+
 A mask, or pruning, sends some numbers of a row as they were, and zeros in place of the others; a
 change of large weights is rounded to zero here and there. Then the numbers that came are compared,
 and zeros say nothing.
@@ -33,7 +37,14 @@ from torch import Tensor
 
 from fedleak.attacks.clock import UNLIMITED, Clock
 from fedleak.attacks.reconstruction import Ids
-from fedleak.models import CLASSIFICATION, LanguageModel, batch_loss, pad, target_counts
+from fedleak.models import (
+    CLASSIFICATION,
+    LanguageModel,
+    batch_loss,
+    example_losses,
+    pad,
+    target_counts,
+)
 from fedleak.models.family import frozen_rows
 from fedleak.training.observation import Observation, UpdateKind
 
@@ -540,7 +551,8 @@ def judge(
     if not is_linear(seen) or not sequences:
         return NOTHING_PROVED
     times = Counter(sequences)
-    if model.task != CLASSIFICATION and len(times) == seen.update.num_examples:
+    unlabelled = model.task != CLASSIFICATION and not weighs_clients(model, seen)
+    if unlabelled and len(times) == seen.update.num_examples:
         # There is no label to find, and a batch of other repetitions would lack one of them.
         verdict = _remembered(model, _unlabelled(model, dict.fromkeys(times, 1)), seen, clock)
         if verdict.verified:
@@ -584,12 +596,14 @@ def verify(
         return NOTHING_PROVED
     if has_twins(model, {token for member in members for token in member.ids}, seen):
         return NOTHING_PROVED
-    repeats = multiplicities(model, members, seen.update.num_examples)
+    repeats, shares = multiplicities(model, members, seen.update.num_examples), None
+    if weighs_clients(model, seen):
+        repeats, shares = [1] * len(members), [member.weight for member in members]
     by_ids = dict(zip((member.ids for member in members), repeats, strict=True))
     known = members[0].counts is not None
     if sum(repeats) != seen.update.num_examples or not all(repeats):
         return Verdict(by_ids, None, False)
-    relative = difference(model, members, repeats, seen, clock)
+    relative = difference(model, members, repeats, seen, clock, shares)
     if relative is None:
         return Verdict(by_ids, None, False)
     apart, scale = relative
@@ -600,10 +614,15 @@ def verify(
     # So does a batch with a text that has no target, which says nothing.
     doubled |= bool(model.response_template) and max(repeats) > 1
     if apart < precision(seen) and not alike and not doubled:
-        verified = _each_tells(model, members, repeats, seen, scale, clock)
+        verified = _each_tells(model, members, repeats, seen, scale, clock, shares)
         return Verdict(by_ids, apart, verified, scale if verified else 1.0)
     whole = known or abs(sum(member.weight for member in members) - 1) <= WHOLE
     return Verdict(by_ids, apart if whole else None, False)
+
+
+def weighs_clients(model: LanguageModel, seen: Observation) -> bool:
+    """Whether the targets of one client may weigh more than another's, as in a sum of means."""
+    return seen.client < 0 and model.task != CLASSIFICATION
 
 
 def _each_tells(
@@ -613,6 +632,7 @@ def _each_tells(
     seen: Observation,
     scale: float,
     clock: Clock,
+    shares: Sequence[float] | None,
 ) -> bool:
     """Whether each text of a batch has a part of the update that its precision does not hide.
 
@@ -636,9 +656,10 @@ def _each_tells(
             for gradient, size in zip(part, sizes, strict=True)
         )
 
-    for member, times, count in zip(members, repeats, counts, strict=True):
+    of_targets = shares or [count / total for count in counts]
+    for member, times, part in zip(members, repeats, of_targets, strict=True):
         for label, occurs in enumerate(member.counts or (times,)):
-            share = scale * occurs * count / total
+            share = scale * occurs * part
             if occurs and not any(
                 shows(member.ids, label, share, names) for names in (last, [*observed])
             ):
@@ -688,7 +709,7 @@ def _is_batch(
         return False
     if _proofs.get(model, seen, times) is not None:
         return True
-    if model.task == CLASSIFICATION:
+    if model.task == CLASSIFICATION or weighs_clients(model, seen):
         members = _explained(model, list(times), (), seen, clock)
     else:
         members = _unlabelled(model, times)
@@ -772,6 +793,7 @@ def difference(
     repeats: Sequence[int],
     seen: Observation,
     clock: Clock = UNLIMITED,
+    shares: Sequence[float] | None = None,
 ) -> Difference | None:
     """Returns how far a batch's gradient is from the observed one.
 
@@ -783,13 +805,14 @@ def difference(
         repeats: How often each occurs, where its counts do not say.
         seen: The update.
         clock: Looked at after some sequences.
+        shares: The weight of each member's mean loss; None: all targets, or texts, weigh alike.
     """
     batch: list[tuple[Ids, int]] = []
     for member, times in zip(members, repeats, strict=True):
         for label, count in enumerate(member.counts or (times,)):
             batch += [(close(model, member.ids), label)] * count
     observed = as_gradient(seen)
-    gradients = mean_gradient(model, batch, [*observed], clock)
+    gradients = mean_gradient(model, batch, [*observed], clock, shares)
     if gradients is None:
         return None
     as_sent = _apart(gradients, [*observed.values()], precision(seen))
@@ -805,6 +828,7 @@ def mean_gradient(
     batch: Sequence[tuple[Ids, int]],
     names: Sequence[str],
     clock: Clock = UNLIMITED,
+    shares: Sequence[float] | None = None,
 ) -> list[Tensor] | None:
     """Returns the gradient of a batch's mean loss, by name; None if time is up before it is whole.
 
@@ -813,6 +837,7 @@ def mean_gradient(
         batch: Texts as the client trained on them, with labels, which next-token training ignores.
         names: Of parameters.
         clock: Looked at after some texts.
+        shares: The weight of each text's mean loss; None: all targets, or texts, weigh alike.
     """
     counts = target_counts(model, [ids for ids, _ in batch])
     parameters = [model.module.get_parameter(name) for name in names]
@@ -826,8 +851,12 @@ def mean_gradient(
                 [ids for ids, _ in some], model.tokenizer.pad_token_id, model.device
             )
             labels_B = torch.tensor([label for _, label in some], device=model.device)
-            loss = batch_loss(model, ids_BT, mask_BT, labels_B)
-            loss = loss * (sum(counts[start : start + size]) / sum(counts))
+            if shares is None:
+                loss = batch_loss(model, ids_BT, mask_BT, labels_B)
+                loss = loss * (sum(counts[start : start + size]) / sum(counts))
+            else:
+                share_B = torch.tensor(shares[start : start + size], device=model.device)
+                loss = share_B @ example_losses(model, ids_BT, mask_BT, labels_B)
             grads = torch.autograd.grad(loss, parameters, materialize_grads=True)
         gradients = [a.add_(b) for a, b in zip(gradients, grads, strict=False)] or [*grads]
         done += len(some)

@@ -308,10 +308,19 @@ def example_losses(
         pairs = zip(torch.split(logits, 1), torch.split(labels_B, 1), strict=True)
         return torch.stack([model.class_loss(logits_1C, label) for logits_1C, label in pairs])
     targets_BT = _targets(model, ids_BT, mask_BT)[:, 1:]
-    nll_BT = F.cross_entropy(
-        logits[:, :-1].transpose(1, 2), targets_BT, ignore_index=_IGNORED, reduction="none"
+    losses_BT = token_losses(logits[:, :-1], targets_BT)
+    return losses_BT.sum(1) / (targets_BT != _IGNORED).sum(1).clamp_min(1)
+
+
+def token_losses(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    """Returns the loss of each target [B, T]; 0 where there is none.
+
+    Tokens stand in rows: along columns torch sums a large vocabulary with errors of 1e-4.
+    """
+    losses_N = F.cross_entropy(
+        logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=_IGNORED, reduction="none"
     )
-    return nll_BT.sum(1) / (targets_BT != _IGNORED).sum(1).clamp_min(1)
+    return losses_N.view_as(targets_BT)
 
 
 def pad(

@@ -11,7 +11,7 @@ from fedleak.attacks.certificate import PRECISION, Member, Units
 from fedleak.attacks.clock import UNLIMITED, Clock
 from fedleak.defenses.mask import Mask
 from fedleak.defenses.prune import Prune
-from fedleak.models import CAUSAL_LM, CLASS_LOSSES, CLASSIFICATION, pad
+from fedleak.models import CAUSAL_LM, CLASS_LOSSES, CLASSIFICATION, pad, token_losses
 from fedleak.training.observation import Knowledge, UpdateKind
 from fedleak.training.recipe import Recipe
 from fedleak.training.wire import partial_update
@@ -795,3 +795,38 @@ def test_a_part_of_the_numbers_tells_who_is_in_a_batch(small, observe, monkeypat
     repeats = certificate.multiplicities(model, members, 4)
     ids_of_members = (member.ids for member in members)
     assert dict(zip(ids_of_members, repeats, strict=True)) == Counter(batch)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_sum_over_clients_is_proved_by_the_weights_of_each_client(small, observe, family):
+    """The first client has one text, so that its targets weigh more than those of the other."""
+    model = small(family, CAUSAL_LM, width=48)
+    texts = ("she told us that", "nobody knows it", "he pays for all of his old friends")
+    alone, both = observe(model, texts[:1]), observe(model, texts[1:])
+    tensors = {
+        name: value / 3 + 2 / 3 * both.seen.update.tensors[name]
+        for name, value in alone.seen.update.tensors.items()
+    }
+    update = replace(both.seen.update, tensors=tensors, num_examples=3)
+    seen = replace(both.seen, client=-1, update=update)
+    batch = [certificate.opened(model, ids) for ids in (*alone.sequences, *both.sequences)]
+    assert certificate.judge(model, batch, seen).verified
+    assert certificate.proves(model, batch, seen)
+    assert not certificate.judge(model, batch, replace(seen, client=0)).verified
+    (other,) = model.encode(["nobody knows us"])
+    for wrong in ([*batch[:2], tuple(other[:-1])], batch[:2], [*batch[:2], batch[1]]):
+        assert not certificate.judge(model, wrong, seen).verified
+        assert not certificate.proves(model, wrong, seen)
+    more = replace(seen, update=replace(update, num_examples=4))
+    for wrong in ([*batch, tuple(other[:-1])], [*batch, batch[0]]):
+        assert not certificate.judge(model, wrong, more).verified
+        assert not certificate.proves(model, wrong, more)
+
+
+def test_losses_of_a_large_vocabulary_are_exact():
+    """Sums over columns of so many words are off by 1e-4."""
+    logits_BTV = 4 * torch.randn(2, 8, 50_000, generator=stream(0, "logits"))
+    targets_BT = torch.arange(16).view(2, 8)
+    exact_BT = -logits_BTV.double().log_softmax(-1).gather(2, targets_BT[..., None])[..., 0]
+    losses_BT = token_losses(logits_BTV, targets_BT)
+    torch.testing.assert_close(losses_BT.double(), exact_BT, atol=2e-5, rtol=0)

@@ -577,7 +577,7 @@ class _Attempt:
     def answer(self, choice: Choice) -> Reconstruction:
         """Returns what is proved, and beside it the choice that explains the rest best."""
         findings, size = self.findings, self._seen.update.num_examples
-        repeats = occurrences(self._model, findings.members, size)
+        repeats = occurrences(self._model, findings.members, self._seen)
         members = zip(findings.members, repeats, strict=True)
         proved = tuple(member.ids for member, n in members for _ in range(n))
         certain = {*proved, *findings.whole, *findings.stepped}

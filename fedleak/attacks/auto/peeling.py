@@ -15,6 +15,7 @@ from fedleak.attacks.certificate import (
     as_gradient,
     close,
     multiplicities,
+    weighs_clients,
     weights_per_target,
 )
 from fedleak.models import CLASSIFICATION, LanguageModel
@@ -34,7 +35,7 @@ def peel(
         members: Proved sequences, each once.
         scale: How many times its mean gradient the update is; what is left is a mean gradient.
     """
-    repeats = occurrences(model, members, seen.update.num_examples)
+    repeats = occurrences(model, members, seen)
     left = seen.update.num_examples - sum(repeats)
     share = 1 - sum(member.weight for member in members)
     if left < 1 or share <= 0:
@@ -56,15 +57,15 @@ def peel(
     )
 
 
-def occurrences(model: LanguageModel, members: Sequence[Member], batch_size: int) -> list[int]:
+def occurrences(model: LanguageModel, members: Sequence[Member], seen: Observation) -> list[int]:
     """Returns how often each member occurs, as few times as their weights allow."""
     if model.task == CLASSIFICATION:
-        return multiplicities(model, members, batch_size)
+        return multiplicities(model, members, seen.update.num_examples)
+    if weighs_clients(model, seen):
+        return [1] * len(members)
     # A weight is occurrences times targets over all targets; whoever has the least occurs once.
     weights = weights_per_target(model, members)
-    repeats = [round(weight / min(weights)) for weight in weights]
-    # In a sum of clients a target of a client with few targets weighs more than another's.
-    return repeats if sum(repeats) <= batch_size else [1] * len(members)
+    return [round(weight / min(weights)) for weight in weights]
 
 
 def _weights(member: Member, batch_size: int) -> list[tuple[int, float]]:

@@ -41,7 +41,7 @@ from fedleak.attacks.listening import AllHeardError, listening
 from fedleak.attacks.reconstruction import Ids
 from fedleak.attacks.subspace.coarseness import coarseness
 from fedleak.attacks.subspace.whitening import Layer, Spread, Weight, noise_variance, whitened
-from fedleak.models import LanguageModel, pad
+from fedleak.models import LanguageModel, pad, token_losses
 from fedleak.models.family import LORA_A, LORA_B, lora_a, lora_b
 from fedleak.training.observation import Observation, UpdateKind
 from fedleak.training.recipe import copied_parameters
@@ -542,7 +542,7 @@ def _tokens(
     for part_NT in ids_NT.tensor_split(3):
         with listening(modules) as heard, torch.enable_grad():
             logits_NTV = logits(model, last_hidden(model, part_NT[:, :-1]))
-            loss = F.cross_entropy(logits_NTV.mT, part_NT[:, 1:], reduction="sum")
+            loss = token_losses(logits_NTV, part_NT[:, 1:]).sum()
             parts = torch.autograd.grad(loss, [heard[module][1] for module in modules])
         for number, (module, slope_NTO) in enumerate(zip(modules, parts, strict=True)):
             given[number].append(heard[module][0].detach().flatten(0, 1))

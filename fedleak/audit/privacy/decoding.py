@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from fedleak.config.federation.secrets import Secret
-from fedleak.models import LanguageModel, pad
+from fedleak.models import LanguageModel, pad, token_losses
 from fedleak.util.lists import grouped
 
 BATCH = 32
@@ -41,9 +40,7 @@ def log_likelihoods(model: LanguageModel, asked: Sequence[Secret]) -> list[float
         sequences = [secret.ids[: secret.prompt] + _content(model, secret) for secret in batch]
         ids_BT, mask_BT = pad(sequences, model.tokenizer.pad_token_id, model.device)
         logits_BTV = model.family.logits(model.module, mask_BT, ids_BT=ids_BT, embeds_BTD=None)
-        nll_BT = F.cross_entropy(
-            logits_BTV[:, :-1].float().transpose(1, 2), ids_BT[:, 1:], reduction="none"
-        )
+        nll_BT = token_losses(logits_BTV[:, :-1].float(), ids_BT[:, 1:])
         prompts_B1 = torch.tensor([[secret.prompt] for secret in batch], device=model.device)
         positions_T = torch.arange(1, ids_BT.shape[1], device=model.device)
         is_secret_BT = (positions_T >= prompts_B1) & (mask_BT[:, 1:] > 0)

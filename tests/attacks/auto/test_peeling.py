@@ -76,18 +76,12 @@ def test_nothing_is_left_of_a_batch_that_is_proved(small, observe):
     assert peel(truth.seen, model, members_of(model, truth, [0, 1, 2])) is None
 
 
-@pytest.mark.parametrize(
-    ("shares", "batch_size", "times"),
-    [
-        ((1 / 2, 1 / 4, 1 / 4), 4, [2, 1, 1]),
-        ((1 / 2, 1 / 4, 1 / 4), 3, [1, 1, 1]),  # a sum: the first text is a client's only one
-    ],
-)
-def test_no_text_occurs_so_often_that_the_batch_has_no_room_for_others(
-    small, observe, shares, batch_size, times
-):
+@pytest.mark.parametrize(("client", "times"), [(0, [2, 1, 1]), (-1, [1, 1, 1])])
+def test_a_text_of_a_sum_that_weighs_more_than_others_occurs_once(small, observe, client, times):
     model = small("gpt2", CAUSAL_LM)
-    texts = [ids[:-1] for ids in observe(model, ["on it", "at it", "by it"]).sequences]
-    members = [Member(ids, share, None) for ids, share in zip(texts, shares, strict=True)]
+    truth = observe(model, ["on it", "at it", "by it"])
+    texts = [ids[:-1] for ids in truth.sequences]
     assert len({len(ids) for ids in texts}) == 1
-    assert occurrences(model, members, batch_size) == times
+    shares = (1 / 2, 1 / 4, 1 / 4)
+    members = [Member(ids, share, None) for ids, share in zip(texts, shares, strict=True)]
+    assert occurrences(model, members, replace(truth.seen, client=client)) == times
