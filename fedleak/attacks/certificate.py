@@ -15,9 +15,9 @@ update. A scale other than 1 hides one thing: a batch in which every text occurs
 more than once, pulls like the batch in which each occurs once. Such a batch is not proved. Nor is a
 batch with a text of which the model is sure, because that text has nearly no gradient.
 
-A sum over clients of next-token training has the mean of each client, in which a target weighs more
-the fewer the client has. So the weights of its texts are those of least squares, and as these hide
-how often a text occurs, a sum in which one does is not proved.
+A sum over clients of next-token training is a sum of their means, in which a target weighs more the
+fewer its client has. So the weights of its texts are those of least squares. They hide how often a
+text occurs, so a sum with a repeated text is not proved.
 
 A mask, or pruning, sends some numbers of a row as they were, and zeros in place of the others; a
 change of large weights is rounded to zero here and there. Then the numbers that came are compared,
