@@ -604,8 +604,11 @@ def test_a_client_that_drew_nobody_looks_like_any_other_to_the_server(sampled):
     noted = run.defended.read_note(Key(1, 0))
     assert (noted["training"]["examples"], noted["training"]["signal_norm"]) == (0, 0.0)
     # There is nothing to score an answer against.
-    scored = [(row["round"], row["client"]) for row in run.rows(Lines("leakage.jsonl", dict))]
-    assert scored == [(1, 1), (2, 0), (2, 1)]
+    texts = {
+        (row["round"], row["client"]): row["batch_size"]
+        for row in run.rows(Lines("leakage.jsonl", dict))
+    }
+    assert texts.pop((1, 0)) == 0 < min(texts.values())
     assert "dp_sgd" in printed(run)
     # It has spent as much as one that drew somebody.
     spent = {

@@ -550,6 +550,7 @@ def test_how_often_a_text_of_one_token_repeats_it_is_not_proved_to_a_classifier(
             torch.testing.assert_close(value, other[name], atol=1e-6, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_next_token_training_tells_one_token_from_its_repetitions(unmarked, observe):
     model = unmarked(CAUSAL_LM)
     (token, _) = model.encode(["pay"])[0]
@@ -665,7 +666,7 @@ def test_adapters_of_a_lower_rank_than_there_are_tokens_prove_nothing(
     monkeypatch.setattr(placed_texts, "_KICKS", 1)
     model = adapted(family, task, rank=4, size=size)
     seen = observe(model, texts[:2]).seen
-    answer = answer_of(model, seen, Dager(seconds=3.0))
+    answer = Dager(seconds=3.0)(seen, model, rng=stream(0, "dager"))
     assert "nothing proved" in answer.reason
     assert not answer.verified
 

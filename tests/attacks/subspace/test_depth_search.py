@@ -132,7 +132,7 @@ def test_positions_give_the_order_of_one_text(adapted, sent):
     [
         (1, {"kind": UpdateKind.GRADIENT}),
         (2, {"kind": UpdateKind.GRADIENT}),
-        (2, {"kind": UpdateKind.DELTA, "batch_size": 1}),
+        pytest.param(2, {"kind": UpdateKind.DELTA, "batch_size": 1}, marks=pytest.mark.slow),
     ],
     ids=["text", "batch", "steps of SGD"],
 )
